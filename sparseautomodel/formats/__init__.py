@@ -1,0 +1,1 @@
+"""One file a storage format: decoded to dense or to compressed-tensors, and encoded."""
