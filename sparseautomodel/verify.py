@@ -1,0 +1,355 @@
+"""What must hold after a load and after a save. One verdict names everything that does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
+from sparseautomodel.buffers import meta_attributes
+from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
+from sparseautomodel.completeness import check_names, check_parts, explained, few
+from sparseautomodel.formats import compressed_tensors as storage
+from sparseautomodel.layers import StoredLayers, quantization_of, stored_layers
+from sparseautomodel.masks import parse_structure, violations
+from sparseautomodel.modifiers import Layer
+from sparseautomodel.plan import Plan
+from sparseautomodel.threads import torch_threads
+
+REPORT_NAME = "compression_report.json"
+CHUNK_NUMBERS = 1 << 20
+"""Numbers looked at at a time, so that a check needs no memory to speak of."""
+
+LIMITS = {  # dtype -> (integer view, mask of the magnitude, smallest pattern that is not finite)
+    torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
+    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
+    torch.float8_e4m3fn: (torch.int8, 0x7F, 0x7F),
+    torch.float8_e5m2: (torch.int8, 0x7F, 0x7C),
+}
+
+
+class VerificationError(ValueError):
+    """Something that must hold does not. Names every tensor concerned."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of `verify`."""
+
+    subject: str
+    problems: tuple[str, ...] = ()
+    checked: int = 0
+    """Tensors that were looked at."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def raise_for_problems(self) -> None:
+        """Raise `VerificationError` with every problem, if there is one."""
+        if self.problems:
+            raise VerificationError(f"{self.subject} is not in order:\n- " + "\n- ".join(self.problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"subject": self.subject, "ok": self.ok, "checked": self.checked, "problems": list(self.problems)}
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.subject}: {self.checked} tensors in order"
+        return f"{self.subject}: {len(self.problems)} problems\n- " + "\n- ".join(self.problems)
+
+
+def verify(model_or_path: Any, against: str | os.PathLike[str] | None = None, **kwargs: Any) -> Verdict:
+    """Whether a model in memory, or a checkpoint on disk, holds what it should.
+
+    A model: nothing on the meta device, every number finite, every scale positive, ties one object. A checkpoint: files
+    and index whole, every tensor known to the model and every parameter filled, compressed layers complete, scales
+    finite and positive, the config accepted by the stock parser, the zeros of the recipe where the report says so.
+
+    Args:
+        against: the checkpoint it was made from: what was zero must be zero, what the recipe left alone unchanged.
+        kwargs: trust_remote_code, subfolder, revision, ... for a checkpoint.
+
+    >>> verify("compressed-folder", against="dense-folder").raise_for_problems()  # doctest: +SKIP
+    """
+    with torch_threads(1, torch.get_num_threads()), torch.no_grad():  # the operations are many and small
+        if isinstance(model_or_path, nn.Module):
+            return _verify_model(model_or_path)
+        return _verify_files(model_or_path, against, **kwargs)
+
+
+def check_loading(checkpoint: Checkpoint, architecture: Architecture, plan: Plan, info: Mapping[str, Any]) -> list[str]:
+    """What transformers' loading info and the read counter say against a load. Empty when all is well."""
+    problems = []
+    head_only = _outside_base(architecture, info["missing_keys"])
+    missing = sorted(set(info["missing_keys"]) - head_only)
+    if missing:
+        problems.append(f"no tensor of the checkpoint fills {few(missing)}: they hold random values")
+    extra = explained(checkpoint)
+    unexpected = sorted(
+        name for name in info["unexpected_keys"] if name not in extra and not _belongs_to_a_head(architecture, name)
+    )
+    if unexpected:
+        problems.append(f"the model has no place for {few(unexpected)}: they were not used")
+    for entry in info["mismatched_keys"]:
+        name, stored, wanted = entry[0], list(entry[1]), list(entry[2])
+        problems.append(f"{name} has shape {stored} in the checkpoint and {wanted} in the model")
+    problems += [str(text) for text in info.get("error_msgs") or ()]
+    problems += check_parts(checkpoint, architecture, () if plan.layers else plan.all_layers, plan.schemes)
+    scanned = any(getattr(modifier, "apply_globally", False) for item in plan.layers for modifier in item.modifiers)
+    often = [
+        f"{name} ({times:g} times)" for name, (times, _) in checkpoint.reads().items() if times > (2 if scanned else 1)
+    ]
+    if often:
+        problems.append(f"read more often than needed: {few(often)}")
+    return problems
+
+
+def _outside_base(architecture: Architecture, missing: Any) -> set[str]:
+    """Missing parameters of a task head that the checkpoint does not have at all: a new head, as users expect.
+
+    A checkpoint that was saved from this very class is damaged where its head is missing.
+    """
+    prefix, loaded = architecture.model_class.base_model_prefix, architecture.model_class.__name__
+    saved = getattr(architecture.config, "architectures", None) or ()
+    if not prefix or not hasattr(architecture.skeleton, prefix) or loaded in saved:
+        return set()
+    filled = {parameter.partition(".")[0] for parameter in architecture.parameters.values()}
+    return {name for name in missing if not name.startswith(f"{prefix}.") and name.partition(".")[0] not in filled}
+
+
+def _belongs_to_a_head(architecture: Architecture, name: str) -> bool:
+    """Whether an unused tensor is part of the head of another class: this one is the base, or has its own head."""
+    prefix, loaded = architecture.model_class.base_model_prefix, architecture.model_class.__name__
+    saved = getattr(architecture.config, "architectures", None) or ()
+    is_base = not hasattr(architecture.skeleton, prefix)
+    known = {parameter.partition(".")[0] for parameter in architecture.parameters.values()}
+    top = name.removeprefix(f"{prefix}.").partition(".")[0]
+    of_another = is_base or bool(saved and loaded not in saved)
+    return of_another and top not in known and not name.startswith(f"{prefix}.")
+
+
+def _verify_model(model: nn.Module) -> Verdict:
+    problems = []
+    tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    hollow = [name for name, value in tensors if value.is_meta] + [name for name, _ in meta_attributes(model)]
+    offloaded = "disk" in set((getattr(model, "hf_device_map", None) or {}).values())
+    if hollow and not offloaded:
+        problems.append(f"on the meta device, without values: {few(hollow)}. Load them or call materialize(model)")
+    bad = [name for name, value in tensors if not value.is_meta and not is_finite(value)]
+    if bad:
+        problems.append(f"not finite: {few(bad)}")
+    scales = [name for name, value in _scales(model) if not value.is_meta and not is_positive(value)]
+    if scales:
+        problems.append(f"scales that are not above zero: {few(scales)}")
+    problems += [f"{one} and {other} are tied by the config but are two tensors" for one, other in _broken_ties(model)]
+    return Verdict(type(model).__name__, tuple(problems), len(tensors))
+
+
+def _scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The scales of compressed layers; a model may call something else a scale, and hold any number there."""
+    for path, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            for name, value in module.named_parameters(path, recurse=False):
+                if name.endswith("_scale"):
+                    yield name, value
+
+
+def _broken_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
+    if not isinstance(model, PreTrainedModel):
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target in parameters and source in parameters and parameters[target] is not parameters[source]:
+            yield target, source
+
+
+def _verify_files(path: str | os.PathLike[str], against: str | os.PathLike[str] | None, **kwargs: Any) -> Verdict:
+    try:
+        checkpoint, architecture = _open(path, **kwargs)
+        stored = stored_layers(checkpoint, architecture)
+    except CheckpointError as error:
+        return Verdict(str(path), (str(error),))
+    except (ValueError, OSError) as error:
+        return Verdict(str(path), (f"config.json: {error}",))
+    report = _read_report(Path(path) / kwargs.get("subfolder", ""))
+    problems = list(stored.problems) + _check_config(architecture.config)
+    problems += check_names(checkpoint, architecture, stored.schemes)
+    problems += check_parts(checkpoint, architecture, stored.layers, stored.schemes)
+    for name, tensor in checkpoint.items():
+        if tensor.dtype in LIMITS and not all(map(is_finite, _pieces(tensor))):
+            problems.append(f"{name} is not finite")
+        is_scale = name.endswith("_scale") and name.rpartition(".")[0] in stored.schemes
+        if is_scale and not all(map(is_positive, _pieces(tensor))):
+            problems.append(f"{name} is a scale and not above zero")
+    problems += _check_zeros(report, checkpoint, stored)
+    if against is not None and not problems:
+        source, source_architecture = _open(against, **kwargs)
+        problems += _compare(checkpoint, stored, source, stored_layers(source, source_architecture), report)
+    return Verdict(str(path), tuple(problems), len(checkpoint))
+
+
+def _open(path: Any, **kwargs: Any) -> tuple[Checkpoint, Architecture]:
+    trust = kwargs.pop("trust_remote_code", None)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **kwargs)
+    checkpoint = open_checkpoint(path, **kwargs)
+    return checkpoint, read_architecture(auto_class_for(config), config, checkpoint, trust_remote_code=trust)
+
+
+def _check_config(config: Any) -> list[str]:
+    entry = quantization_of(config)
+    if entry is None:
+        return []
+    problems = []
+    if entry.get("sparsity_config"):
+        problems.append("config.json: sparsity_config is not empty, which servers refuse")
+    named = [entry, *(group for group in entry.get("config_groups", {}).values() if isinstance(group, dict))]
+    for name in {part["format"] for part in named if part.get("format") is not None}:
+        if name not in (*BaseCompressor.registered_names(), "mixed-precision"):
+            problems.append(f"config.json: there is no format {name!r}")
+    try:
+        AutoQuantizationConfig.from_dict(dict(entry))
+    except Exception as error:  # whatever the stock parser raises is the finding
+        problems.append(f"config.json: the stock parser refuses quantization_config: {error}")
+    return problems
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    """The report of the compression that lies in the folder; empty where there is none that can be read."""
+    try:
+        report = json.loads((folder / REPORT_NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _check_zeros(report: Mapping[str, Any], checkpoint: Checkpoint, stored: StoredLayers) -> list[str]:
+    """The N:M patterns that the report of the compression claims, on the values as they are read back."""
+    layers = {layer.name: layer for layer in stored.layers}
+    problems = []
+    for name, text in dict(report.get("structures") or {}).items():
+        try:
+            structure = parse_structure(text)
+        except ValueError as error:
+            problems.append(f"{REPORT_NAME}: {name}: {error}")
+            continue
+        if structure is None or name not in layers:
+            continue
+        wrong = sum(violations(values, *structure) for values in dense_pieces(layers[name], checkpoint, stored))
+        if wrong:
+            problems.append(f"{name} should be {text} and is not, in {wrong} groups")
+    return problems
+
+
+def _compare(
+    checkpoint: Checkpoint, stored: StoredLayers, source: Checkpoint, before: StoredLayers, report: Mapping[str, Any]
+) -> list[str]:
+    """What the recipe left alone is as it was; what it changed is zero where it was zero, and near where it was not."""
+    rows = report.get("layers")
+    changed = None if rows is None else {row["name"] for row in rows if row["modifiers"]}
+    old, new = ({layer.name: layer for layer in side.layers} for side in (before, stored))
+    problems = []
+    for name, layer in old.items():
+        if name not in new:
+            problems.append(f"{name} of the source is not in the result")
+        elif new[name].shape != layer.shape:
+            problems.append(f"{name} is {list(new[name].shape)}, in the source {list(layer.shape)}")
+        else:
+            pairs = zip(dense_pieces(layer, source, before), dense_pieces(new[name], checkpoint, stored), strict=True)
+            may_change = changed is None or name in changed
+            problems += _compare_layer(name, pairs, name not in stored.schemes, may_change)
+    for name, tensor in source.items():
+        owner, _, part = name.rpartition(".")
+        if owner in old and part != "bias":
+            continue
+        if name not in checkpoint:
+            problems.append(f"{name} of the source is not in the result")
+        elif tensor.shape != checkpoint[name].shape or not all(
+            torch.equal(was, now) for was, now in zip(_pieces(tensor), _pieces(checkpoint[name]), strict=True)
+        ):
+            problems.append(f"{name} differs from the source, and no recipe changes it")
+    return problems
+
+
+def _compare_layer(
+    name: str, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], dense: bool, may_change: bool
+) -> list[str]:
+    """Zeros of the source are zero; what is stored dense is pruned at most; what is compressed has not drifted further
+    than any scheme explains."""
+    refilled, moved, error, norm = 0, 0, 0.0, 0.0
+    for was, now in pairs:
+        refilled += int(((was == 0) & (now != 0)).sum())
+        moved += int(((now != was) & (now != 0) if may_change else now != was).sum())
+        error += float((now.float() - was.float()).square().sum())
+        norm += float(was.float().square().sum())
+    problems = [f"{name}: {refilled} weights that were zero are not any more"] if refilled else []
+    if dense and moved:
+        problems.append(f"{name} is stored dense and differs from the source in {moved} weights")
+    if norm and math.sqrt(error / norm) > 1.0:
+        problems.append(f"{name}: relative error {math.sqrt(error / norm):.2f} against the source")
+    return problems
+
+
+def dense_pieces(layer: Layer, checkpoint: Mapping[str, LazyTensor], stored: StoredLayers) -> Iterator[torch.Tensor]:
+    """The dense values of a layer `[rows, in_features]`, a run of rows at a time, decoded where it is compressed."""
+    rows, columns = layer.shape
+    step = max(32, CHUNK_NUMBERS // columns // 32 * 32)
+    if layer.name not in stored.schemes:
+        tensor = checkpoint[f"{layer.name}.weight"]
+        if layer.transposed:
+            yield tensor[...].t().contiguous()
+            return
+        for start in range(0, rows, step):
+            yield tensor[start : start + step]
+        return
+    scheme = stored.schemes[layer.name]
+    parts = {name.rpartition(".")[2]: checkpoint[name][...] for name in _owned(layer.name, checkpoint)}
+    for start in range(0, rows, step):
+        yield storage.decode(parts, scheme, slice(start, min(start + step, rows)), dtype=layer.dtype)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether every number is finite; tensors of integers are. Needs no temporary larger than a chunk."""
+    if values.dtype not in LIMITS or not values.numel():
+        return True
+    integer, mask, limit = LIMITS[values.dtype]
+    flat = values.detach().contiguous().view(-1).view(integer)
+    return all(int((flat[at : at + CHUNK_NUMBERS] & mask).max()) < limit for at in range(0, len(flat), CHUNK_NUMBERS))
+
+
+def is_positive(scale: torch.Tensor) -> bool:
+    """Whether every scale is above zero. Scales stored as exponents (uint8) are, but for the pattern of NaN, 255."""
+    if not scale.numel():
+        return True
+    if scale.dtype == torch.uint8:
+        return int(scale.max()) < 255
+    wide = scale.detach() if scale.dtype.itemsize > 1 else scale.detach().float()
+    return bool((wide > 0).all())
+
+
+def _pieces(tensor: LazyTensor) -> Iterator[torch.Tensor]:
+    """A stored tensor in runs of rows."""
+    if len(tensor.shape) < 2:
+        yield tensor[...]
+        return
+    step = max(1, CHUNK_NUMBERS // max(1, math.prod(tensor.shape[1:])))
+    for start in range(0, tensor.shape[0], step):
+        yield tensor[start : start + step]
+
+
+def _owned(layer: str, checkpoint: Mapping[str, LazyTensor]) -> list[str]:
+    parts = ("", "_packed", "_scale", "_zero_point", "_shape", "_global_scale", "_g_idx")
+    return [name for part in parts if (name := f"{layer}.weight{part}") in checkpoint]
