@@ -1,0 +1,343 @@
+"""`SparseAutoModel*`: the straight line from a checkpoint and a recipe to a model, every weight read once.
+
+config -> meta model -> plan -> virtual checkpoint -> transformers loads it -> verified
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from compressed_tensors.quantization import QuantizationScheme
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.integrations.accelerate import check_and_set_device_map
+
+from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
+from sparseautomodel.buffers import restore_buffers
+from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_checkpoint
+from sparseautomodel.layers import quantization_of
+from sparseautomodel.modifiers import Layer
+from sparseautomodel.plan import Plan, make_plan, planned_tensors
+from sparseautomodel.quantization_config import write_config
+from sparseautomodel.quantizer import CompressedConfig, StoredLayer
+from sparseautomodel.recipe import Recipe
+from sparseautomodel.report import LoadReport
+from sparseautomodel.transform import decode, loaded_dtype
+from sparseautomodel.verify import VerificationError, check_loading, verify
+
+HUB_KEYS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+EXECUTIONS = ("auto", "compressed", "dense")
+
+
+class SparseAutoModel:
+    """Loads any model of `transformers.AutoModel`, dense or compressed, and compresses it by a recipe on the way.
+
+    Every `AutoModelFor*` of transformers has its `SparseAutoModelFor*` here.
+    """
+
+    auto_class: type = transformers.AutoModel
+
+    def __init__(self) -> None:
+        raise TypeError(f"call {type(self).__name__}.from_pretrained(name_or_path, recipe=...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        recipe: Any = None,
+        execution: str = "auto",
+        device_budget: int | str | None = None,
+        strict: bool = True,
+        requantize: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The plain transformers model, with each weight read from disk once and compressed layers kept compressed.
+
+        Args:
+            recipe: path, YAML text, name of a shipped recipe, dict, list of modifiers or `Recipe`; its modifiers must
+                not need data. None loads the checkpoint as it is.
+            execution: `"auto"` runs compressed layers in the fastest way there is, `"compressed"` dequantizes a tile of
+                a layer at a time inside forward, `"dense"` dequantizes at load and gives a trainable dense model.
+            strict: anything unread, unfilled, non-finite or unexplained is an error; False makes it a warning.
+            requantize: allow a recipe over a compressed checkpoint: it is decoded and done anew.
+            kwargs: all that `AutoModelFor*.from_pretrained` takes, passed on unchanged.
+
+        Returns:
+            The model in eval mode; `model.load_report` says what was read, how often, and how long each step took.
+            With `output_loading_info=True` a pair of the model and transformers' loading info.
+
+        Raises:
+            RecipeError, CheckpointError, PlanError: before any weight is read, with file, line or layer names.
+            VerificationError: the loaded model does not hold what the files say, and `strict` is set.
+
+        >>> model = SparseAutoModelForCausalLM.from_pretrained("model-folder", recipe="w4a16")  # doctest: +SKIP
+        """
+        started = time.perf_counter()
+        _check_arguments(execution, device_budget, recipe, kwargs)
+        recipe = None if recipe is None else Recipe.load(recipe)
+        if _is_for_transformers_alone(name_or_path, recipe, kwargs):
+            return cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
+        with BUILDING:
+            config, kwargs = _config(name_or_path, kwargs)
+            if recipe is None and _is_foreign(config, kwargs):
+                return cls.auto_class.from_pretrained(  # type: ignore[attr-defined]
+                    name_or_path, *model_args, config=config, **kwargs
+                )
+            files = {
+                key: kwargs[key] for key in (*HUB_KEYS, "subfolder", "variant", "use_safetensors") if key in kwargs
+            }
+            checkpoint = open_checkpoint(name_or_path, **files)
+            architecture = read_architecture(
+                cls.auto_class,
+                config,
+                checkpoint,
+                key_mapping=kwargs.get("key_mapping"),
+                trust_remote_code=kwargs.get("trust_remote_code"),
+                code_revision=kwargs.pop("code_revision", None),
+            )
+            if strict:
+                misshapen = [] if kwargs.get("ignore_mismatched_sizes") else architecture.misshapen(checkpoint)
+                _report(misshapen + architecture.missing_experts(), strict, name_or_path)
+            plan = make_plan(str(name_or_path), checkpoint, architecture, recipe, requantize=requantize)
+            plan.raise_for_errors()
+            for text in plan.warnings:
+                warnings.warn(text, stacklevel=2)
+            planned = time.perf_counter()
+            kwargs.setdefault("ignore_mismatched_sizes", not strict)
+            model, info = _load(name_or_path, model_args, checkpoint, architecture, plan, execution, kwargs)
+            loaded = time.perf_counter()
+            restored = restore_buffers(model)
+        unexplained, initialized = _initialized(info, architecture, kwargs["ignore_mismatched_sizes"])
+        problems = check_loading(checkpoint, architecture, plan, unexplained) + list(verify(model).problems)
+        _report(problems, strict, name_or_path)
+        seconds = {"plan": planned - started, "load": loaded - planned, "verify": time.perf_counter() - loaded}
+        model.load_report = LoadReport.of(checkpoint, plan, info | {"missing_keys": initialized}, seconds, restored)
+        return (model, info) if kwargs.get("output_loading_info") else model
+
+
+def _load(
+    name_or_path: str | os.PathLike[str],
+    model_args: tuple[Any, ...],
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    plan: Plan,
+    execution: str,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Hand transformers the checkpoint as the plan changes it, and let it load."""
+    config = architecture.config
+    tensors = planned_tensors(checkpoint, architecture, plan, _compression_device(kwargs.get("device_map")))
+    options = {key: value for key, value in kwargs.items() if key not in _CONSUMED}
+    dtype = options["dtype"] = _dtype(kwargs, config, tensors)
+    if plan.unties and architecture.can_untie:
+        _untie(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    layers = [
+        replace(layer, dtype=architecture.loaded_dtype(f"{layer.module}.weight", dtype))
+        for layer in plan.all_layers
+        if layer.name in plan.schemes
+    ]
+    # What transformers splits while it loads has no module to be compressed in.
+    dense = {
+        name: scheme
+        for name, scheme in plan.schemes.items()
+        if execution == "dense" or f"{name}.weight" in architecture.converted
+    }
+    stored = {name: scheme for name, scheme in plan.schemes.items() if name not in dense}
+    tensors = decode(tensors, dense, layers) if dense else tensors
+    if stored:
+        written = write_config(stored, plan.all_layers)
+        options["quantization_config"] = CompressedConfig(written, _stored_layers(tensors, layers, stored))
+    model_class: Any = architecture.model_class
+    model, info = model_class.from_pretrained(
+        None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
+    )
+    model.config.name_or_path = model.name_or_path = str(name_or_path)
+    if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
+        _untie(model.config)  # the files hold two different tensors, and they win
+    if model.can_generate():
+        _adjust_generation(model, name_or_path, kwargs)
+    return model, info
+
+
+_CONSUMED = (
+    *HUB_KEYS,
+    "subfolder",
+    "variant",
+    "use_safetensors",
+    "output_loading_info",
+    "dtype",
+    "torch_dtype",
+    "config",
+)
+"""Arguments that name files, which transformers does not get to see, or that are set anew."""
+
+
+def _stored_layers(
+    tensors: Mapping[str, LazyTensor], layers: Sequence[Layer], schemes: Mapping[str, QuantizationScheme]
+) -> tuple[StoredLayer, ...]:
+    """How each compressed layer is held in the model, read off the tensors that the loader will see."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        owner, _, part = name.rpartition(".")
+        if owner in schemes and part != "bias":
+            found.setdefault(owner, {})[part] = tensor
+    result = []
+    for layer in layers:
+        if layer.name in schemes:
+            parts = {
+                part: (tuple(tensor.shape), loaded_dtype(part, tensor.dtype, layer.dtype))
+                for part, tensor in found[layer.name].items()
+            }
+            match = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
+            expert = match[1] if match else None
+            result.append(StoredLayer(layer.module, schemes[layer.name], parts, layer.shape, layer.dtype, expert))
+    return tuple(result)
+
+
+def _initialized(
+    info: dict[str, Any], architecture: Architecture, may_mismatch: bool
+) -> tuple[dict[str, Any], set[str]]:
+    """Transformers' loading info without what users expect to be new, and all parameters that hold initial values."""
+    new = set(architecture.new_parameters(info["missing_keys"]))
+    mismatched = {entry[0] for entry in info["mismatched_keys"]}
+    if new or mismatched:
+        warnings.warn(f"newly initialized, to be trained: {', '.join(sorted(new | mismatched))}", stacklevel=3)
+    explained = {"missing_keys": info["missing_keys"] - new}
+    explained |= {"mismatched_keys": set()} if may_mismatch else {}
+    return info | explained, info["missing_keys"] | mismatched
+
+
+def _untie(config: PreTrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+
+
+def _config(name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config, and the arguments it did not take; those of the config class are applied to it."""
+    kwargs = dict(kwargs)
+    config = kwargs.pop("config", None)
+    if isinstance(config, PreTrainedConfig):
+        return copy.deepcopy(config), kwargs
+    named = (*HUB_KEYS, "trust_remote_code", "subfolder", "code_revision")
+    keep = ("dtype", "torch_dtype", "quantization_config", "output_loading_info", "device_map", "key_mapping")
+    kept = {key: kwargs.pop(key) for key in (*keep, *named) if key in kwargs}
+    names = {key: kept[key] for key in named if key in kept}
+    config, unused = AutoConfig.from_pretrained(
+        config if config is not None else name_or_path, return_unused_kwargs=True, **names, **kwargs
+    )
+    return config, unused | kept
+
+
+def _dtype(kwargs: dict[str, Any], config: PreTrainedConfig, tensors: Mapping[str, LazyTensor]) -> torch.dtype:
+    """The dtype asked for; "auto" (the default) is the config's, else that of the first floating tensor."""
+    asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    if isinstance(asked, dict):  # a dtype a sub-config: transformers takes the one for all
+        asked = asked.get("", torch.get_default_dtype())
+    if asked not in (None, "auto"):
+        asked = getattr(torch, asked, asked) if isinstance(asked, str) else asked
+        if not isinstance(asked, torch.dtype):
+            raise ValueError(f"dtype={asked!r} is no dtype of torch. Write 'auto', torch.bfloat16 or 'bfloat16'")
+        return asked
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype):
+        return named
+    wide = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return next((tensor.dtype for tensor in tensors.values() if tensor.dtype in wide), torch.float32)
+
+
+def _compression_device(device_map: Any) -> torch.device:
+    """Where modifiers run: where the weights go, so that a dense weight crosses once; else the accelerator there is."""
+    device_map = check_and_set_device_map(device_map)
+    if device_map is None:
+        return torch.device("cpu")
+    places = set(device_map.values()) if isinstance(device_map, dict) else set()
+    if len(places) == 1:
+        return torch.device(places.pop())
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
+def _adjust_generation(model: Any, name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
+    """The generation config, and `generate` of remote code, as transformers sets them for a model with a name."""
+    names: dict[str, Any] = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False}
+    names |= {"token": None, "revision": "main", "subfolder": "", "trust_remote_code": None}
+    with contextlib.suppress(
+        OSError
+    ):  # a folder without generation_config.json and, since config was given, config.json
+        model.adjust_generation_fn(
+            kwargs.get("generation_config"), True, None, name_or_path, **{k: kwargs.get(k, v) for k, v in names.items()}
+        )
+
+
+def _check_arguments(execution: str, device_budget: int | str | None, recipe: Any, kwargs: dict[str, Any]) -> None:
+    if execution not in EXECUTIONS:
+        raise ValueError(f"execution={execution!r} is not one of {', '.join(map(repr, EXECUTIONS))}")
+    if device_budget is not None:
+        raise ValueError("device_budget is not available in this version; leave it out and pass device_map instead")
+    if recipe is not None and kwargs.get("quantization_config") is not None:
+        raise ValueError("recipe and quantization_config both say how to quantize: leave one of them out")
+
+
+def _is_for_transformers_alone(name_or_path: Any, recipe: Recipe | None, kwargs: dict[str, Any]) -> bool:
+    """Sources whose loading is another story (GGUF, adapters, a state dict in memory): transformers does all of it."""
+    reason = next((key for key in ("gguf_file", "state_dict") if kwargs.get(key) is not None), None)
+    if name_or_path is None:
+        reason = reason or "no checkpoint (name_or_path is None)"
+    elif os.path.isfile(os.path.join(name_or_path, "adapter_config.json")):
+        reason = reason or "an adapter"
+    if reason and recipe is not None:
+        raise ValueError(
+            f"a recipe cannot be applied to {reason} while it is loaded. Load it with transformers, save it with "
+            "save_pretrained, then: from_pretrained(saved_folder, recipe=...)"
+        )
+    device_map = kwargs.get("device_map")
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        raise ValueError(
+            "device_map places modules on 'disk', where weights stay files and cannot be compressed on the way. Write "
+            "the compressed checkpoint first: oneshot(path, recipe, output=folder), then load the folder with "
+            "transformers and this device_map"
+        )
+    return reason is not None
+
+
+def _is_foreign(config: PreTrainedConfig, kwargs: dict[str, Any]) -> bool:
+    """Whether another quantization method is at work, which transformers loads by itself."""
+    entry = getattr(config, "quantization_config", None)
+    return kwargs.get("quantization_config") is not None or (entry is not None and quantization_of(config) is None)
+
+
+def _report(problems: list[str], strict: bool, name_or_path: Any) -> None:
+    if not problems:
+        return
+    text = f"loading {name_or_path} went wrong:\n- " + "\n- ".join(problems)
+    if strict:
+        raise VerificationError(f"{text}\nPass strict=False to get the model with these as a warning")
+    warnings.warn(text, stacklevel=3)
+
+
+def _make_classes() -> dict[str, type[SparseAutoModel]]:
+    """One class for every `AutoModelFor*` of transformers."""
+    return {
+        f"Sparse{name}": type(
+            f"Sparse{name}",
+            (SparseAutoModel,),
+            {"auto_class": getattr(transformers, name), "__doc__": f"`SparseAutoModel` for the models of `{name}`."},
+        )
+        for name in dir(transformers)
+        if name.startswith("AutoModelFor")
+    }
+
+
+globals().update(_make_classes())

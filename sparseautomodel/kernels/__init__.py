@@ -1,0 +1,1 @@
+"""One file a scheme family: modules that run a layer from its compressed tensors."""

@@ -1,0 +1,88 @@
+"""The layers of a checkpoint as it stands: dense ones from the names and shapes, compressed ones from their tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationScheme
+
+from sparseautomodel.architecture import Architecture
+from sparseautomodel.checkpoint import LazyTensor
+from sparseautomodel.modifiers import Layer
+from sparseautomodel.quantization_config import QUANT_METHOD, read_schemes
+
+
+@dataclass(frozen=True)
+class StoredLayers:
+    """The layers of a checkpoint as it stands, dense or compressed."""
+
+    layers: tuple[Layer, ...]
+    schemes: Mapping[str, QuantizationScheme]
+    other_parameters: int
+    problems: tuple[str, ...] = ()
+
+
+def stored_layers(checkpoint: Mapping[str, LazyTensor], architecture: Architecture) -> StoredLayers:
+    """Every layer in the files; for the compressed ones their scheme, taken from the tensors that are there.
+
+    Which layers are quantized is read off the tensors, not off `ignore`, whose names can be those of another version.
+    """
+    layers = architecture.layers(checkpoint)
+    counted = {f"{layer.name}.weight" for layer in layers}
+    config = quantization_of(architecture.config)
+    if config is None:
+        rest = sum(math.prod(tensor.shape) for name, tensor in checkpoint.items() if name not in counted)
+        return StoredLayers(tuple(layers), {}, rest)
+    compressed = _compressed_layers(checkpoint, architecture)
+    schemes = read_schemes(dict(config) | {"ignore": []}, compressed)
+    problems = [
+        f"{layer.name} has packed or scaled tensors, but no group of quantization_config matches it"
+        for layer in compressed
+        if layer.name not in schemes
+    ]
+    ordered = [name for name in checkpoint if name.endswith(".weight_g_idx")]
+    if ordered:
+        problems.append(
+            f"{ordered[0]} and {len(ordered) - 1} more: groups in the order of activations (actorder: group) are a "
+            "layout that compressed-tensors 0.20 does not read either. Compress the model anew with actorder: static"
+        )
+    owned = {layer.name for layer in compressed}
+    rest = sum(
+        math.prod(tensor.shape)
+        for name, tensor in checkpoint.items()
+        if name not in counted and name.rpartition(".")[0] not in owned
+    )
+    everything = [layer for layer in layers if layer.name not in owned] + compressed
+    return StoredLayers(tuple(everything), schemes, rest, tuple(problems))
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """The config's compressed-tensors entry, or None for a dense (or otherwise quantized) checkpoint."""
+    entry = getattr(config, "quantization_config", None)
+    if entry is None:
+        return None
+    entry = entry if isinstance(entry, dict) else entry.to_dict()
+    return entry if entry.get("quant_method") == QUANT_METHOD else None
+
+
+def _compressed_layers(checkpoint: Mapping[str, LazyTensor], architecture: Architecture) -> list[Layer]:
+    names = dict.fromkeys(
+        name.rpartition(".")[0] for name in checkpoint if name.endswith((".weight_packed", ".weight_scale"))
+    )
+    return [layer for name in names if (layer := _compressed_layer(name, checkpoint, architecture)) is not None]
+
+
+def _compressed_layer(name: str, checkpoint: Mapping[str, LazyTensor], architecture: Architecture) -> Layer | None:
+    parameter = architecture.parameters.get(f"{name}.weight")
+    if parameter is None:
+        return None
+    scale = checkpoint.get(f"{name}.weight_scale")
+    dtype = scale.dtype if scale is not None and scale.dtype.itemsize > 1 else architecture.dtype
+    values = checkpoint.get(f"{name}.weight_packed", checkpoint.get(f"{name}.weight"))
+    if values is None:
+        return None
+    columns = architecture.skeleton.get_parameter(parameter).shape[-1]
+    return architecture.layer_at(name, (values.shape[0], columns), dtype)
