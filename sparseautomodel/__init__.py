@@ -7,28 +7,35 @@ import sys
 import types
 from typing import Any
 
-import transformers
-
-_HOMES = {
-    "Recipe": "recipe",
-    "plan": "plan",
-    "oneshot": "oneshot",
-    "verify": "verify",
-    "SparseAutoModel": "auto",
-} | {f"Sparse{name}": "auto" for name in dir(transformers) if name.startswith("AutoModelFor")}
-
-__all__ = sorted(_HOMES)
+_HOMES = {"Recipe": "recipe", "plan": "plan", "oneshot": "oneshot", "verify": "verify"}
+"""Public name -> the file that has it. All `SparseAutoModel*`, one for each `AutoModel*`, are in `auto`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: torch and compressed-tensors are not loaded for `import sparseautomodel`."""
-    if name not in _HOMES:
+    """Import on first use: neither transformers nor torch is loaded for `import sparseautomodel`."""
+    if name == "__all__":
+        return _names()
+    home = "auto" if name.startswith("SparseAutoModel") else _HOMES.get(name)
+    found = vars(importlib.import_module(f"{__name__}.{home}")) if home else {}
+    if name not in found:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found[name]
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *globals()]
+    return [*_names(), *globals()]
+
+
+def _names() -> list[str]:
+    import transformers
+
+    return sorted(
+        [
+            *_HOMES,
+            "SparseAutoModel",
+            *(f"Sparse{name}" for name in dir(transformers) if name.startswith("AutoModelFor")),
+        ]
+    )
 
 
 class _Package(types.ModuleType):

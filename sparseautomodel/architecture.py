@@ -208,8 +208,8 @@ class Architecture:
 
     def misshapen(self, tensors: Mapping[str, LazyTensor]) -> list[str]:
         """Tensors that have not the shape of the parameter they fill: a sentence each, the name first."""
-        own = self.skeleton.state_dict()
-        alone = {name: key for name, key in self.parameters.items() if name not in self.merged | self.converted}
+        own, others = self.skeleton.state_dict(), self.merged | self.converted
+        alone = {name: key for name, key in self.parameters.items() if name not in others}
         return [
             f"{name} has shape {list(tensors[name].shape)} in the checkpoint and {list(own[key].shape)} in the model"
             for name, key in alone.items()

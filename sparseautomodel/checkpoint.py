@@ -121,7 +121,7 @@ class _SafetensorsFile:
         if rows is not None:
             offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
             shape[0] = rows.stop - rows.start
-        values = torch.empty(shape, dtype=dtype)
+        values = torch.empty(shape, dtype=dtype, device="cpu")
         view = values.view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
         done = 0
         while done < len(view):

@@ -88,8 +88,6 @@ def _layer_parts(layer: Layer, scheme: Any, there: Mapping[str, LazyTensor]) -> 
     for kind, args in (("input", scheme.input_activations), ("output", scheme.output_activations)):
         if args is not None and args.dynamic is not True:
             allowed |= {f"{kind}_scale", f"{kind}_zero_point", f"{kind}_global_scale"}
-    if scheme.weights.actorder is not None:
-        allowed.add("weight_g_idx")
     problems = [f"{prefix}{part} is missing" for part in wanted if part not in there]
     for part, tensor in there.items():
         if part not in wanted:

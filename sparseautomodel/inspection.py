@@ -175,6 +175,8 @@ def inspect(
         layers.append(contents)
     method = _quant_method(config)
     compressed = [(layer, stored.schemes[layer.name]) for layer in stored.layers if layer.name in stored.schemes]
+    dense = [layer for layer in stored.layers if layer.name not in stored.schemes]
+    verdicts = consumers_of(compressed, dense, architecture.initializes([layer for layer, _ in compressed]))
     return Inspection(
         source=str(name_or_path),
         model_class=architecture.model_class.__name__,
@@ -184,7 +186,7 @@ def inspect(
         parameters=sum(math.prod(layer.shape) for layer in layers) + stored.other_parameters,
         other_nbytes=checkpoint.nbytes - sum(layer.nbytes for layer in layers),
         values_read=values,
-        consumers=consumers_of(compressed) if method in (None, QUANT_METHOD) else (),
+        consumers=verdicts if method in (None, QUANT_METHOD) else (),
         problems=stored.problems,
     )
 

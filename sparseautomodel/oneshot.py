@@ -194,6 +194,7 @@ def _report(plan: Plan, checkpoint: Checkpoint, output: Any, started: float) -> 
         reads=checkpoint.reads(),
         seconds=time.perf_counter() - started,
         peak_nbytes=peak_nbytes(),
+        notes=plan.notes,
         warnings=plan.warnings,
     )
 

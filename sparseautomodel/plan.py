@@ -64,6 +64,8 @@ class Plan:
     peak_stream_nbytes: int
     """Predicted peak resident memory of `oneshot` from files to files, libraries included."""
     consumers: tuple[Consumer, ...]
+    notes: tuple[str, ...] = ()
+    """What was decided where the recipe left it open, and what its class names leave alone."""
     warnings: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     layers: tuple[LayerPlan, ...] = field(default=(), repr=False)
@@ -92,12 +94,13 @@ class Plan:
             "peak_load_nbytes": self.peak_load_nbytes,
             "peak_stream_nbytes": self.peak_stream_nbytes,
             "consumers": [consumer.to_dict() for consumer in self.consumers],
+            "notes": list(self.notes),
             "warnings": list(self.warnings),
             "errors": list(self.errors),
         }
 
     def __str__(self) -> str:
-        """A table with one line for each run of like layers, the totals, who reads the result, warnings and errors."""
+        """A table with one line for each run of like layers, the totals, who reads the result, notes and problems."""
         lines = [f"Plan for {self.source}"]
         if self.rows:
             lines += _table(self.rows)
@@ -113,7 +116,8 @@ class Plan:
         for consumer in self.consumers:
             reasons = "".join(f"\n    - {reason}" for reason in consumer.reasons)
             lines.append(f"{consumer.name}: {'reads it' if consumer.reads else 'does not read it'}{reasons}")
-        lines += [f"warning: {text}" for text in self.warnings] + [f"error: {text}" for text in self.errors]
+        for label, texts in (("note", self.notes), ("warning", self.warnings), ("error", self.errors)):
+            lines += [f"{label}: {text}" for text in texts]
         return "\n".join(lines)
 
 
@@ -163,14 +167,15 @@ def make_plan(
     """The plan for an open checkpoint. Errors are collected in `.errors`, not raised."""
     stored = stored_layers(checkpoint, architecture)
     misfits = architecture.misshapen(checkpoint)
-    problems, notes = list(stored.problems), misfits + architecture.missing_experts()
+    problems, warnings = list(stored.problems), misfits + architecture.missing_experts()
+    notes: list[str] = []
     plans: list[LayerPlan] = []
     layers = list(stored.layers)
     tied = architecture.tied_layers(layers, checkpoint)
     candidates = layers + [layer for layer, _ in tied]
     if recipe is not None:
         problems += checks.other_method(architecture.config)
-        recipe = _resolve(recipe, candidates, problems, notes)
+        recipe = _resolve(recipe, candidates, problems, warnings, notes)
         plans = _layer_plans(recipe.modifiers, layers, tied)
         if stored.schemes and not requantize:
             problems += checks.over_compressed(plans, stored)
@@ -178,8 +183,8 @@ def make_plan(
         misshapen = checks.shapes(plans) + checks.misfits(plans, misfits)
         problems += [*misshapen, *checks.fused(plans, candidates), *checks.experts(recipe, architecture, layers)]
         problems += checks.storable(plans, architecture)
-        notes += checks.left_alone(recipe.modifiers, candidates) + checks.skipped(recipe.modifiers, candidates)
-        notes += checks.read_twice(recipe.modifiers)
+        notes += checks.left_alone(recipe.modifiers, candidates)
+        warnings += checks.skipped(recipe.modifiers, candidates) + checks.read_twice(recipe.modifiers)
         plans = [] if misshapen else plans  # what they would come to cannot be said
     schemes = dict(stored.schemes) if not plans else {}
     schemes |= {plan.layer.name: plan.scheme for plan in plans if plan.scheme is not None}
@@ -213,7 +218,8 @@ def make_plan(
             [layer for layer in candidates if layer.name not in schemes],
             architecture.initializes([layer for layer, _ in compressed]),
         ),
-        warnings=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(notes)),
+        warnings=tuple(dict.fromkeys(warnings)),
         errors=tuple(dict.fromkeys(problems)),
         layers=tuple(plans),
         shared_scales=tuple(checks.shared_scales(plans)),
@@ -238,13 +244,15 @@ def planned_tensors(
     return {spelled.get(name, name): tensor for name, tensor in result.items()}
 
 
-def _resolve(recipe: Recipe, layers: Sequence[Layer], problems: list[str], notes: list[str]) -> Recipe:
+def _resolve(
+    recipe: Recipe, layers: Sequence[Layer], problems: list[str], warnings: list[str], notes: list[str]
+) -> Recipe:
     """The recipe with every automatic choice made; what its patterns match, or fail to, is said."""
     resolved = []
     for modifier in recipe.modifiers:
         label = type(modifier).__name__
         problems += checks.unmatched_targets(modifier, layers)
-        notes += checks.unmatched_ignores(modifier, layers)
+        warnings += checks.unmatched_ignores(modifier, layers)
         if modifier.needs_data:
             problems.append(
                 f"{label} needs calibration data: the statistics it works with are not in a dense checkpoint. Run "

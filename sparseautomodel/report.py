@@ -35,6 +35,8 @@ class LoadReport:
     """Share of the parameters that the recipe changed, 0..1."""
     seconds: Mapping[str, float]
     """How long each step took: plan, load, verify."""
+    notes: tuple[str, ...] = ()
+    """What the recipe left open and was decided for this model."""
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class LoadReport:
             layers_compressed=len(plan.schemes),
             share_changed=plan.parameters_changed / plan.parameters if plan.parameters else 0.0,
             seconds=dict(seconds),
+            notes=plan.notes,
         )
 
     @property
@@ -73,6 +76,7 @@ class LoadReport:
         ]
         lines += [f"not read: {', '.join(self.unread)}"] if self.unread else []
         lines += [f"newly initialized: {', '.join(self.initialized)}"] if self.initialized else []
+        lines += [f"note: {text}" for text in self.notes]
         return "\n".join(lines)
 
 
@@ -96,6 +100,8 @@ class Report:
     seconds: float = 0.0
     peak_nbytes: int = 0
     """Peak resident memory of the process so far."""
+    notes: tuple[str, ...] = ()
+    """What the recipe left open and was decided for this model."""
     warnings: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
 
@@ -115,6 +121,7 @@ class Report:
                 f"{self.parameters / 1e6:,.1f} M parameters changed",
                 f"{size_text(self.nbytes_before)} -> {size_text(self.nbytes_after)} in {self.seconds:.1f} s, "
                 f"peak memory {size_text(self.peak_nbytes)}; {_reads_text(self.reads)}",
+                *(f"note: {text}" for text in self.notes),
                 *(f"warning: {text}" for text in self.warnings),
             ]
         )

@@ -167,6 +167,36 @@ def test_families_of_models(family: str, given: str, built: Callable[..., Path],
         assert torch.equal(module.weight, wanted), layer
 
 
+CONV1D = recipe("MagnitudePruning", targets=["Conv1D"], mask_structure="2:4")
+
+
+@pytest.mark.parametrize(
+    ("fixture", "suffix", "given"),
+    [("tiny_gpt2", "CausalLM", CONV1D), ("tiny_bert", "MaskedLM", "w4a16"), ("tiny_bert", "MaskedLM", "2of4-w4a16")],
+)
+def test_encoders_and_transposed_layers(
+    fixture: str, suffix: str, given: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder, ours = request.getfixturevalue(fixture), getattr(sparseautomodel, f"SparseAutoModelFor{suffix}")
+    loaded = ours.from_pretrained(folder, recipe=given)
+    assert {times for times, _ in loaded.load_report.reads.values()} == {1} and not loaded.load_report.unread
+    oneshot(folder, given, output=tmp_path / "out")
+    assert_same(loaded, ours.from_pretrained(tmp_path / "out"))
+    stock = getattr(transformers, f"AutoModelFor{suffix}").from_pretrained(tmp_path / "out")
+    ids = torch.arange(16).view(1, 16)
+    assert torch.equal(stock(ids).logits, loaded(ids).logits)
+
+
+def test_blocks_of_128_where_they_fit(built: Callable[..., Path], tmp_path: Path) -> None:
+    folder = built(transformers.LlamaConfig(**BIG, num_key_value_heads=4))
+    loaded = SparseAutoModelForCausalLM.from_pretrained(folder, recipe="fp8-block")
+    oneshot(folder, "fp8-block", output=tmp_path / "out")
+    assert_same(loaded, SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(16).view(1, 16)
+    assert torch.equal(stock(ids).logits, loaded(ids).logits)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "2of4"])
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_qwen3_moe"])
 def test_every_execution_holds_the_same_values(name: str, fixture: str, request: pytest.FixtureRequest) -> None:

@@ -222,7 +222,8 @@ def test_random_state_is_the_caller_s(tiny_llama: Path) -> None:
 def test_warnings_name_the_line_of_the_caller(tiny_llama: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe="w4a16")
+        given = {"scheme": "W4A16", "group_size": 32, "ignore": ["re:nope"]}
+        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe={"modifiers": [{"QuantizationModifier": given}]})
     ours = [one for one in caught if "QuantizationModifier" in str(one.message)]
     assert ours and {Path(one.filename).name for one in ours} == {Path(__file__).name}
 
@@ -270,3 +271,20 @@ def test_names_that_are_not_there() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'plam'"):
         _ = sparseautomodel.plam  # type: ignore[attr-defined]
     assert set(sparseautomodel.__all__) <= set(dir(sparseautomodel))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.inference_mode, torch.no_grad, lambda: torch.device("cpu")],
+    ids=["inference", "no_grad", "device"],
+)
+def test_loading_in_a_context_of_the_caller(context: Any, tied_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = SparseAutoModelForCausalLM.from_pretrained(tied_llama, recipe="nvfp4a16").state_dict()
+    for threads in ("0", "1"):
+        monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", threads)
+        with context():
+            model = SparseAutoModelForCausalLM.from_pretrained(tied_llama, recipe="nvfp4a16")
+            logits = model(torch.arange(8).view(1, 8)).logits
+        assert logits.isfinite().all()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.view(torch.uint8), wanted[name].view(torch.uint8)), name

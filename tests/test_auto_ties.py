@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from sparseautomodel import SparseAutoModelForCausalLM, oneshot, plan, verify
 
@@ -221,3 +221,24 @@ def test_experts_and_ties_together(tiny_mixtral: Path, tmp_path: Path) -> None:
     dense = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(ends(model)[0], ends(dense)[0])
     assert 0 < (ends(model)[1] - ends(dense)[1]).float().norm() / ends(dense)[1].float().norm() < 0.02
+
+
+def test_an_embedding_that_scales_goes_on_scaling(tmp_path: Path) -> None:
+    """B9: Gemma's embedding has a forward of its own, which a compressed one must keep."""
+    config = Gemma3TextConfig(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["full_attention"],
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = SparseAutoModelForCausalLM.from_pretrained(tmp_path, recipe=RECIPES["both apart"])
+    ids = torch.arange(12).view(1, 12)
+    embedded = model.get_input_embeddings()(ids)
+    assert torch.equal(embedded, model.get_input_embeddings().weight[ids] * torch.tensor(8.0, dtype=torch.bfloat16))
+    error = (embedded - dense.get_input_embeddings()(ids)).float().norm() / embedded.float().norm()
+    assert type(model.get_input_embeddings()).__name__ == "CompressedGemma3TextScaledWordEmbedding" and error < 0.2
+    model.save_pretrained(tmp_path / "saved")
+    again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(ids).logits, model(ids).logits)

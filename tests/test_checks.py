@@ -145,8 +145,8 @@ def test_routers_heads_and_parts_beside_the_language_model_are_left_alone_and_sa
     for folder in (tiny_mixtral, tiny_qwen3_moe):
         planned = plan(folder, quantizing(**W4))
         assert {row.name for row in planned.rows if row.name.endswith(("gate", "lm_head"))} == set()
-        assert any("router left alone" in text and ".gate" in text for text in planned.warnings)
-        assert any("head left alone: lm_head" in text for text in planned.warnings)
+        assert any("router left alone" in text and ".gate" in text for text in planned.notes)
+        assert any("head left alone: lm_head" in text for text in planned.notes)
     vision = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14}
     text = SIZES | {"hidden_size": 64, "intermediate_size": 128}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -154,7 +154,7 @@ def test_routers_heads_and_parts_beside_the_language_model_are_left_alone_and_sa
     folder = built(config, transformers.AutoModelForImageTextToText)
     planned = plan(folder, quantizing(**W4))
     assert not any(row.name.startswith("visual") for row in planned.rows)
-    assert any("vision left alone: visual.blocks.0.attn.proj" in text for text in planned.warnings)
+    assert any("vision left alone: visual.blocks.0.attn.proj" in text for text in planned.notes)
     named = plan(folder, quantizing(targets=["Linear", r"re:visual.*mlp\.fc\d"], **W4))
     assert {row.name for row in named.rows if "visual" in row.name} == {
         "visual.blocks.0.mlp.fc1",

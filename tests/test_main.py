@@ -168,13 +168,16 @@ def test_oneshot_verify_inspect(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def test_oneshot_says_each_warning_once_on_stderr(tiny_llama: Path, tmp_path: Path) -> None:
-    result = _run("oneshot", tiny_llama, "w8a16", "--output", tmp_path / "small", "--max-shard-size", "64KB")
+    recipe = tmp_path / "recipe.yaml"
+    keys = "{scheme: W8A16, group_size: auto, ignore: [no_such_layer]}"
+    recipe.write_text(f"modifiers:\n  - QuantizationModifier: {keys}\n")
+    result = _run("oneshot", tiny_llama, recipe, "--output", tmp_path / "small", "--max-shard-size", "64KB")
     warnings = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == len(set(warnings)) > 0
     assert ".py" not in result.stderr
     assert "warning: " not in result.stdout
     assert len(list((tmp_path / "small").glob("*.safetensors"))) > 1
-    document = _json("oneshot", tiny_llama, "w8a16", "--output", tmp_path / "again")
+    document = _json("oneshot", tiny_llama, recipe, "--output", tmp_path / "again")
     assert [f"warning: {text}" for text in document["warnings"]] == warnings
     assert document["output"] == str(tmp_path / "again")
 

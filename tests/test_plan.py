@@ -162,16 +162,16 @@ def test_dict_is_json_and_complete(tiny_mixtral: Path) -> None:
     }
     assert set(data) == {
         *("source", "recipe", "layers", "parameters", "parameters_changed", "nbytes_before", "nbytes_after"),
-        *("peak_load_nbytes", "peak_stream_nbytes", "consumers", "warnings", "errors"),
+        *("peak_load_nbytes", "peak_stream_nbytes", "consumers", "notes", "warnings", "errors"),
     }
 
 
 def test_automatic_choices_are_made_and_said(tiny_llama: Path, tmp_path: Path) -> None:
     planned = plan(tiny_llama, "w4a16")
     assert planned.recipe is not None and planned.recipe.modifiers[0].group_size == 64  # type: ignore[attr-defined]
-    assert any(text.endswith("chosen for this model: group_size: 64") for text in planned.warnings)
+    assert any(text.endswith("chosen for this model: group_size: 64") for text in planned.notes)
     again = plan(tiny_llama, planned.recipe)
-    assert again.layers == planned.layers and not any("chosen" in text for text in again.warnings)
+    assert again.layers == planned.layers and not any("chosen" in text for text in again.notes)
     assert plan(tiny_llama, Recipe.load(planned.recipe.to_yaml())).to_dict()["layers"] == planned.to_dict()["layers"]
 
 
@@ -232,7 +232,7 @@ def test_who_comes_apart(name: str, stored: str, tied_llama: Path, tmp_path: Pat
     (tmp_path / "config.json").write_bytes((tied_llama / "config.json").read_bytes())
     recipe, unties = TIES[name]
     planned = plan(tmp_path, recipe)
-    assert planned.unties == unties and any("tie_word_embeddings: false" in text for text in planned.warnings) == unties
+    assert planned.unties == unties and any("tie_word_embeddings: false" in text for text in planned.notes) == unties
 
 
 def test_config_classes_that_cannot_untie(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_report_is_json_and_says_it_in_two_lines(tiny_llama: Path, tmp_path: Pat
     assert written["reads"] == {"tensors": 21, "times": [1], "nbytes": open_checkpoint(tiny_llama).nbytes}
     first, second, *rest = str(report).splitlines()
     assert first.startswith(f"{tiny_llama} -> {tmp_path / 'out'}: 14 layers, ") and first.endswith("changed")
-    assert "21 tensors read once" in second and all(line.startswith("warning: ") for line in rest)
+    assert "21 tensors read once" in second and all(line.startswith("note: ") for line in rest)
     assert report.peak_nbytes > 50e6 and report.seconds > 0
 
 

@@ -169,7 +169,8 @@ def _class_like(base: type) -> type:
     kind = CompressedEmbedding if issubclass(base, nn.Embedding) else CompressedLinear
     if base in (nn.Linear, nn.Embedding):
         return kind
-    body: dict[str, Any] = {"__module__": __name__}
+    # Its buffers may be filled by the model's `_init_weights`, which leaves alone what is marked as loaded.
+    body: dict[str, Any] = {"__module__": base.__module__, "_is_hf_initialized": False}
     own: Any = base.forward  # type: ignore[attr-defined]
     if kind is CompressedLinear and own is not nn.Linear.forward:
 
@@ -217,7 +218,9 @@ def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 def _weight(module: Any, shape: tuple[int, int]) -> torch.Tensor:
     if any(module._parameters[name].is_meta for name in module.parts):  # loaders look at it before there are values
         return torch.empty(shape, dtype=module.dtype, device="meta")
-    return dequantize(module)
+    values = dequantize(module)
+    values._is_hf_initialized = True  # type: ignore[attr-defined]
+    return values
 
 
 def _tiles(rows: int, columns: int) -> list[slice]:
