@@ -382,10 +382,8 @@ def _table(rows: Sequence[PlanRow]) -> list[str]:
     for (name, shape, dtype, scheme, sparsity), group in grouped.items():
         before, after = sum(row.nbytes_before for row in group), sum(row.nbytes_after for row in group)
         zeros = "" if sparsity is None else f"{sparsity:.0%}"
-        count = str(len(group))
-        cells.append(
-            (name, count, f"{shape[0]} x {shape[1]}", scheme or dtype, zeros, size_text(before), size_text(after))
-        )
+        size = f"{shape[0]} x {shape[1]}"
+        cells.append((name, str(len(group)), size, scheme or dtype, zeros, size_text(before), size_text(after)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells

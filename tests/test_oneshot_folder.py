@@ -81,7 +81,7 @@ def test_report_has_the_recipe_as_evaluated_and_a_row_a_layer(tiny_llama: Path, 
     assert written["layers"][0].keys() >= {"name", "shape", "scheme", "nbytes_before", "nbytes_after"}
     assert written["nbytes_after"] == open_checkpoint(tmp_path / "out").nbytes < written["nbytes_before"]
     assert written["versions"].keys() >= {"sparseautomodel", "torch", "transformers", "compressed-tensors"}
-    assert any("lm_head" in text for text in written["warnings"])
+    assert any("lm_head" in text for text in written["notes"])
     assert Recipe.load(written["recipe"]) != Recipe.load(RECIPE)
 
 
