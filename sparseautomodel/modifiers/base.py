@@ -36,7 +36,7 @@ class Layer:
     """`(out_features, in_features)`, whatever the order in the file."""
     dtype: torch.dtype
     role: str = "block"
-    """`block`, or what class-name targets leave alone: `head`, `embedding`, `router`, `vision`, `audio`, `projector`."""
+    """`block`, or what class-name targets pass by: `head`, `embedding`, `router`, `vision`, `audio`, `projector`."""
     expert: bool = False
     transposed: bool = False
     """True for `Conv1D`, whose file holds `(in_features, out_features)`."""
