@@ -136,7 +136,9 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """Hand transformers the checkpoint as the plan changes it, and let it load."""
     config = architecture.config
-    tensors = planned_tensors(checkpoint, architecture, plan, _compression_device(kwargs.get("device_map")))
+    device = _compression_device(kwargs.get("device_map"))
+    _check_device(device)
+    tensors = planned_tensors(checkpoint, architecture, plan, device)
     options = {key: value for key, value in kwargs.items() if key not in _CONSUMED}
     dtype = options["dtype"] = _dtype(kwargs, config, tensors)
     if plan.unties and architecture.can_untie:
@@ -265,8 +267,18 @@ def _compression_device(device_map: Any) -> torch.device:
     places = set(device_map.values()) if isinstance(device_map, dict) else set()
     if len(places) == 1:
         return torch.device(places.pop())
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    return _accelerator() or torch.device("cpu")
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _check_device(device: torch.device) -> None:
+    accelerator = _accelerator()
+    if device.type not in ("cpu", "meta", accelerator.type if accelerator else "cpu"):
+        there = f"'cpu' or {accelerator.type!r}" if accelerator else "only 'cpu'"
+        raise ValueError(f"device_map places the model on {str(device)!r}, and this machine and torch have {there}")
 
 
 def _adjust_generation(model: Any, name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:

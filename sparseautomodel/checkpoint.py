@@ -251,7 +251,8 @@ def open_files(files: list[str]) -> Checkpoint:
         try:
             file = _SafetensorsFile(path)
         except (SafetensorError, OSError) as error:
-            problems.append(f"{path} cannot be read, it is truncated or damaged: {error}")
+            reason = f"it is truncated or damaged: {error}" if os.access(path, os.R_OK) else "permission denied"
+            problems.append(f"{path} cannot be read, {reason}")
             continue
         for name, entry in file.entries.items():
             dtype = SAFETENSORS_DTYPES.get(entry["dtype"])

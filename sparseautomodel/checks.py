@@ -49,6 +49,17 @@ def unmatched_targets(modifier: Modifier, layers: Sequence[Layer]) -> list[str]:
     return problems
 
 
+def selects_nothing(modifier: Modifier, selected: Sequence[Layer], layers: Sequence[Layer]) -> list[str]:
+    """A modifier whose targets are all ignored or skipped would change nothing."""
+    reached = [layer.name for layer in layers if any(layer.targeted_by(pattern) for pattern in modifier.patterns())]
+    if selected or not reached:
+        return []
+    ignored = f"ignore {list(modifier.ignore)}" if modifier.ignore else "skip_indivisible"
+    return [
+        f"{type(modifier).__name__} changes no layer: {ignored} leaves out all that its targets name ({_few(reached)})"
+    ]
+
+
 def unmatched_ignores(modifier: Modifier, layers: Sequence[Layer]) -> list[str]:
     """An `ignore` that names nothing is a warning: a recipe for many models carries such names."""
     notes = []

@@ -236,6 +236,7 @@ def _compress_live(
     architecture = Architecture(type(model), model.config, model, names, frozenset())
     plan = make_plan(model.name_or_path or type(model).__name__, checkpoint, architecture, recipe)
     _report_plan(plan, stacklevel=4)
+    verify(model).raise_for_problems()  # before anything is changed: a NaN would only spread
     with contextlib.ExitStack() as stack:
         folder = None if output is None else stack.enter_context(appear_when_complete(output, plan.nbytes_after))
         _change(model, plan, planned_tensors(checkpoint, architecture, plan, torch.device(device or model.device)))

@@ -259,6 +259,7 @@ def _resolve(
                 "oneshot(model, recipe, data=..., output=...), or take a data-free recipe such as w4a16"
             )
         selected = [layer for layer in layers if modifier.selects(layer)]
+        problems += checks.selects_nothing(modifier, selected, layers)
         try:
             fixed = modifier.resolve(selected) if selected else modifier
         except ModifierError as error:

@@ -161,12 +161,23 @@ def _build(name: str, node: Node) -> Modifier:
             raise RecipeError(f"{node.key_at}: {name} needs '{item.name}'. Write:\n    {item.name}: ...")
     plain = {key: value.plain() for key, value in keys.items()}
     try:
-        return cls(**plain)
+        modifier = cls(**plain)
+        _check_patterns(modifier)
+        return modifier
     except ModifierError as error:
         raise RecipeError(f"{_place(node, keys, error.key)}: {name}: {error}") from error
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         # A modifier's own checks can trip over a value of a type that they do not expect.
         raise RecipeError(f"{node.key_at}: {name}: {error}") from error
+
+
+def _check_patterns(modifier: Modifier) -> None:
+    for key, patterns in (("targets", modifier.patterns()), ("ignore", modifier.ignore)):
+        for pattern in patterns:
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise ModifierError(key, f"{pattern!r} is no regular expression: {error}") from error
 
 
 def _place(entry: Node, keys: dict[str, Node], key: str | None) -> str:

@@ -71,7 +71,8 @@ class LoadReport:
     def __str__(self) -> str:
         lines = [
             f"{self.source}: {_reads_text(self.reads)}",
-            f"{self.layers_compressed} layers compressed; recipe changed {self.share_changed:.1%} of the parameters",
+            f"{self.layers_compressed} layers compressed"
+            + (f"; recipe changed {self.share_changed:.1%} of the parameters" if self.share_changed else ""),
             ", ".join(f"{step} {seconds:.2f} s" for step, seconds in self.seconds.items()),
         ]
         lines += [f"not read: {', '.join(self.unread)}"] if self.unread else []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization.utils import calculate_range
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -155,6 +156,7 @@ def _verify_model(model: nn.Module) -> Verdict:
     scales = [name for name, value in _scales(model) if not value.is_meta and not is_positive(value)]
     if scales:
         problems.append(f"scales that are not above zero: {few(scales)}")
+    problems += [f"{name} overflows {dtype}: load it as bfloat16 or float32" for name, dtype in _overflows(model)]
     problems += [f"{one} and {other} are tied by the config but are two tensors" for one, other in _broken_ties(model)]
     return Verdict(type(model).__name__, tuple(problems), len(tensors))
 
@@ -166,6 +168,18 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for name, value in module.named_parameters(path, recurse=False):
                 if name.endswith("_scale"):
                     yield name, value
+
+
+def _overflows(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """Compressed layers whose largest number times their largest scale is beyond the dtype they are run in."""
+    for path, module in model.named_modules():
+        scheme, scale = getattr(module, "quantization_scheme", None), module._parameters.get("weight_scale")
+        if scheme is None or scale is None or scale.is_meta or scale.dtype not in (torch.float16, torch.bfloat16):
+            continue
+        limits = calculate_range(scheme.weights, scale.device)
+        largest = max(abs(float(limit)) for limit in limits) * float(scale.detach().float().max())
+        if largest > torch.finfo(scale.dtype).max:
+            yield f"{path}.weight", scale.dtype
 
 
 def _broken_ties(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -370,3 +370,10 @@ def test_stock_options_for_a_compressed_checkpoint_go_to_stock(tiny_llama: Path,
     oneshot(tiny_llama, "w4a16", output=tmp_path / "out")
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=CompressedTensorsConfig())
     assert type(model.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer" and not hasattr(model, "load_report")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("device_map", ["cuda", {"": "cuda:0"}])
+def test_a_device_that_is_not_there_is_named(tiny_llama: Path, device_map: Any) -> None:
+    with pytest.raises(ValueError, match=r"on 'cuda(:0)?', and this machine and torch have only 'cpu'"):
+        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe="w8a16", device_map=device_map)

@@ -288,3 +288,12 @@ def test_loading_in_a_context_of_the_caller(context: Any, tied_llama: Path, monk
         assert logits.isfinite().all()
         for name, value in model.state_dict().items():
             assert torch.equal(value.view(torch.uint8), wanted[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("recipe", ["w8a16", "w4a16", "fp8-dynamic"])
+def test_weights_beyond_the_range_of_float16_are_an_error(tiny_llama: Path, tmp_path: Path, recipe: str) -> None:
+    """Codes and scales are finite each, and their product is not."""
+    folder = damaged(tiny_llama, tmp_path / "large", lambda tensors: tensors[f"{UP}.weight"].mul_(1e6))
+    with pytest.raises(VerificationError, match=rf"{UP}\.weight overflows torch\.float16: load it as bfloat16"):
+        SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe, dtype="float16")
+    SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe)

@@ -155,6 +155,18 @@ def broken(tiny_llama: Path, tmp_path: Path) -> Callable[[], Path]:
     return lambda: Path(shutil.copytree(tiny_llama, tmp_path / "broken"))
 
 
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, {"a": torch.randn(5)})
+
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("sparseautomodel.checkpoint._SafetensorsFile", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read, permission denied"):
+        open_checkpoint(tmp_path)
+
+
 def _write(folder: Path, tensors: Tensors, name: str = "model.safetensors") -> None:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / name)

@@ -297,3 +297,17 @@ def test_errors_come_together(narrow: Path) -> None:
     assert len(planned.errors) == 2
     with pytest.raises(PlanError, match=r"(?s)matches nothing.*does not divide"):
         planned.raise_for_errors()
+
+
+@pytest.mark.parametrize(
+    "keys", [W4 | {"ignore": ["Linear"]}, W4 | {"group_size": 100, "skip_indivisible": True}], ids=["ignore", "skipped"]
+)
+def test_a_modifier_that_changes_no_layer_is_an_error(tiny_llama: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
+    (text,) = errors(tiny_llama, quantizing(**keys))
+    assert "QuantizationModifier changes no layer" in text and "leaves out all" in text and "q_proj" in text
+    for run in (
+        lambda: SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe=quantizing(**keys)),
+        lambda: oneshot(tiny_llama, quantizing(**keys), output=tmp_path / "out"),
+    ):
+        with pytest.raises(PlanError, match="changes no layer"):
+            run()

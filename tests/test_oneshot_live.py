@@ -20,6 +20,7 @@ from transformers import (
 
 from sparseautomodel import SparseAutoModelForCausalLM, oneshot, verify
 from sparseautomodel.checkpoint import open_checkpoint
+from sparseautomodel.verify import VerificationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -184,6 +185,18 @@ def test_source_of_a_live_model_is_never_written_to(tiny_llama: Path, tmp_path: 
     files = {path: path.read_bytes() for path in source.glob("*.safetensors")}
     oneshot(_load(source), "2of4")
     assert all(path.read_bytes() == content for path, content in files.items())
+
+
+def test_a_number_that_is_not_finite_is_refused_before_the_model_is_changed(tiny_llama: Path) -> None:
+    model = _load(tiny_llama)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    with pytest.raises(VerificationError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        oneshot(model, "w4a16")
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name].nan_to_num(), values.nan_to_num()) for name, values in before.items())
 
 
 def _load(source: Path) -> PreTrainedModel:

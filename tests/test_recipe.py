@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -386,3 +387,9 @@ def test_any_text_is_read_or_refused(text: str, start: int, length: int, new: st
     load_or_refuse(new)
     load_or_refuse(new + "\n")
     load_or_refuse(text[:start] + new + text[start + length :])
+
+
+@pytest.mark.parametrize("key", ["targets", "ignore"])
+def test_a_pattern_that_is_no_regular_expression(key: str) -> None:
+    text = f'modifiers:\n- MagnitudePruningModifier:\n    mask_structure: "2:4"\n    {key}: ["re:(*"]\n'
+    assert re.match(r"<text>:4:\d+: MagnitudePruningModifier: 're:\(\*' is no regular expression", error_of(text))
