@@ -108,7 +108,9 @@ class SparseAutoModel:
             if strict:
                 misshapen = [] if kwargs.get("ignore_mismatched_sizes") else architecture.misshapen(checkpoint)
                 _report(misshapen + architecture.missing_experts(), strict, name_or_path)
-            plan = make_plan(str(name_or_path), checkpoint, architecture, recipe, requantize=requantize)
+            plan = make_plan(
+                str(name_or_path), checkpoint, architecture, recipe, requantize=requantize, with_data=False
+            )
             plan.raise_for_errors()
             for text in plan.warnings:
                 warnings.warn(text, stacklevel=2)

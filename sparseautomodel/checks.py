@@ -49,6 +49,16 @@ def unmatched_targets(modifier: Modifier, layers: Sequence[Layer]) -> list[str]:
     return problems
 
 
+def needs_data(modifiers: Sequence[Modifier]) -> list[str]:
+    """What works with statistics of a layer's inputs cannot be done while a checkpoint is loaded."""
+    return [
+        f"{type(modifier).__name__} needs calibration data: the statistics it works with are not in a dense "
+        "checkpoint. Run oneshot(path, recipe, data=..., output=folder), or take a data-free recipe such as w4a16"
+        for modifier in modifiers
+        if modifier.needs_data
+    ]
+
+
 def selects_nothing(modifier: Modifier, selected: Sequence[Layer], layers: Sequence[Layer]) -> list[str]:
     """A modifier whose targets are all ignored or skipped would change nothing."""
     reached = [layer.name for layer in layers if any(layer.targeted_by(pattern) for pattern in modifier.patterns())]

@@ -55,12 +55,19 @@ def parse_structure(text: str) -> tuple[int, int] | None:
     return n, m
 
 
-def prune_mask(scores: torch.Tensor, sparsity: float | None, structure: tuple[int, int] | None = None) -> torch.Tensor:
+def prune_mask(
+    scores: torch.Tensor,
+    sparsity: float | None,
+    structure: tuple[int, int] | None = None,
+    *,
+    per_row: bool = False,
+) -> torch.Tensor:
     """What to keep, by the magnitude of `scores` `[rows, cols]` (the sign does not count): True is kept.
 
     With a structure `(n, m)` exactly n of every m consecutive columns are kept and `sparsity` does not count.
-    Without, exactly `round(sparsity * scores.numel())` entries of the matrix are pruned. Of equal scores the
-    earlier is kept (lower row, then lower column). Beyond the mask, memory for a block of rows is used.
+    Without, exactly `round(sparsity * scores.numel())` entries of the matrix are pruned; or with `per_row`, exactly
+    `round(sparsity * cols)` of each row. Of equal scores the earlier is kept (lower row, then lower column). Beyond the
+    mask, memory for a block of rows is used.
 
     Raises ValueError for columns that are no multiple of m, a sparsity outside 0..1, or a dtype that is not
     bfloat16, float16, float32 or float64.
@@ -69,6 +76,8 @@ def prune_mask(scores: torch.Tensor, sparsity: float | None, structure: tuple[in
         return _structured_mask(scores, *structure)
     if sparsity is None or not 0 <= sparsity <= 1:
         raise ValueError(f"unstructured pruning needs a sparsity from 0 to 1, got {sparsity}")
+    if per_row:
+        return _row_mask(scores, round(sparsity * scores.shape[1]))
     return _unstructured_mask(scores, round(sparsity * scores.numel()))
 
 
@@ -185,6 +194,21 @@ def _unstructured_mask(scores: torch.Tensor, pruned: int) -> torch.Tensor:
                 tied &= tied.cumsum(0, dtype=torch.int32) <= spared
             kept.view(-1).logical_or_(tied)
             spared -= min(count, spared)
+    return mask
+
+
+def _row_mask(scores: torch.Tensor, pruned: int) -> torch.Tensor:
+    """The same number of entries pruned in each row."""
+    mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    if pruned == 0:
+        return mask
+    for block, kept in zip(_row_blocks(scores), _row_blocks(mask), strict=True):
+        bits = _magnitude_bits(block).view(block.shape)
+        threshold = bits.kthvalue(pruned, dim=1, keepdim=True).values
+        tied = bits == threshold
+        spared = (bits <= threshold).sum(1, keepdim=True) - pruned
+        tied &= tied.cumsum(1, dtype=torch.int32) <= spared
+        torch.logical_or(bits > threshold, tied, out=kept)
     return mask
 
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
+from sparseautomodel.calibrated import calibrate, scratch_of
+from sparseautomodel.calibration import read_batches
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, Reads, StoredTensor, open_checkpoint
 from sparseautomodel.completeness import few
 from sparseautomodel.layers import quantization_of
@@ -60,10 +64,13 @@ def oneshot(
     Args:
         model: a folder or hub id, which is streamed to `output` without being built; or a live model, changed in place.
         recipe: anything `Recipe.load` takes.
-        data: calibration data, for recipes whose modifiers need it. No modifier of this version does.
+        data: calibration data, for recipes whose modifiers need it: what `calibration.read_batches` takes. None is
+            prose that every CPython carries.
         output: the folder that appears when the result is complete. It must not exist or be empty.
-        tokenizer: saved beside the result; the files of the source's own are copied anyway when `model` is a path.
-        num_samples, max_length, batch_size, resume, seed: for recipes with calibration. A run without data starts anew.
+        tokenizer: for texts as data, and saved beside the result; by default the source's own.
+        num_samples, max_length, batch_size: of the calibration data, in rows, tokens and rows a forward.
+        resume: go on with the blocks that a killed run with the same model, recipe and data has finished.
+        seed: set before calibration, for models that draw random numbers.
         device: where the modifiers run; the CPU by default.
         requantize: allow a source that is already compressed: it is decoded and compressed anew.
         max_shard_size: size of a file of weights, as a number of bytes or text such as "5GB".
@@ -100,8 +107,18 @@ def oneshot(
     architecture = read_architecture(loader, config, checkpoint, trust_remote_code=trust_remote_code)
     plan = make_plan(str(model), checkpoint, architecture, recipe, requantize=requantize)
     _report_plan(plan, stacklevel=3)
+    calibrating = any(modifier.needs_data for modifier in recipe.modifiers)
+    place = torch.device(device or "cpu")
     with appear_when_complete(output, plan.nbytes_after) as folder:
-        tensors = planned_tensors(checkpoint, architecture, plan, torch.device(device or "cpu"))
+        if calibrating:
+            reader = tokenizer or _tokenizer(model, trust_remote_code, config_keys)
+            sizes = {"num_samples": num_samples, "max_length": max_length, "batch_size": batch_size}
+            batches = read_batches(data, reader, **sizes)
+            torch.manual_seed(seed)
+            done = calibrate(checkpoint, architecture, plan, batches, scratch_of(output), place, resume)
+            tensors = done.tensors
+        else:
+            tensors = planned_tensors(checkpoint, architecture, plan, place)
         with tqdm(total=plan.nbytes_after, unit="B", unit_scale=True, desc="Compressing", disable=None) as bar:
             write_tensors(tensors, folder, shard_nbytes, lambda name, nbytes: bar.update(nbytes))
         found = cached_file(model, "config.json", **config_keys)
@@ -110,9 +127,21 @@ def oneshot(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         report = _report(plan, checkpoint, output, started)
+        if calibrating:
+            report = replace(report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes))
         _write_provenance(folder, report, recipe, model, loader.__name__, **config_keys)
         _check_result(folder, trust_remote_code)
+    if calibrating:
+        shutil.rmtree(scratch_of(output))
     return report
+
+
+def _tokenizer(model: Any, trust_remote_code: bool | None, keys: Mapping[str, Any]) -> Any:
+    """The source's own tokenizer, or None; data without text needs none."""
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, **keys)
+    except (OSError, ValueError):
+        return None
 
 
 def _report_plan(plan: Plan, stacklevel: int) -> None:
@@ -234,7 +263,8 @@ def _compress_live(
     checkpoint = Checkpoint(stored, [], reads)
     names = {name: name for name in model.state_dict()}
     architecture = Architecture(type(model), model.config, model, names, frozenset())
-    plan = make_plan(model.name_or_path or type(model).__name__, checkpoint, architecture, recipe)
+    name = model.name_or_path or type(model).__name__
+    plan = make_plan(name, checkpoint, architecture, recipe, with_data=False)
     _report_plan(plan, stacklevel=4)
     verify(model).raise_for_problems()  # before anything is changed: a NaN would only spread
     with contextlib.ExitStack() as stack:

@@ -163,8 +163,9 @@ def make_plan(
     recipe: Recipe | None,
     *,
     requantize: bool = False,
+    with_data: bool = True,
 ) -> Plan:
-    """The plan for an open checkpoint. Errors are collected in `.errors`, not raised."""
+    """The plan for an open checkpoint. Errors are collected, not raised; without data, modifiers that need it are."""
     stored = stored_layers(checkpoint, architecture)
     misfits = architecture.misshapen(checkpoint)
     problems, warnings = list(stored.problems), misfits + architecture.missing_experts()
@@ -175,6 +176,7 @@ def make_plan(
     candidates = layers + [layer for layer, _ in tied]
     if recipe is not None:
         problems += checks.other_method(architecture.config)
+        problems += [] if with_data else checks.needs_data(recipe.modifiers)
         recipe = _resolve(recipe, candidates, problems, warnings, notes)
         plans = _layer_plans(recipe.modifiers, layers, tied)
         if stored.schemes and not requantize:
@@ -253,11 +255,6 @@ def _resolve(
         label = type(modifier).__name__
         problems += checks.unmatched_targets(modifier, layers)
         warnings += checks.unmatched_ignores(modifier, layers)
-        if modifier.needs_data:
-            problems.append(
-                f"{label} needs calibration data: the statistics it works with are not in a dense checkpoint. Run "
-                "oneshot(model, recipe, data=..., output=...), or take a data-free recipe such as w4a16"
-            )
         selected = [layer for layer in layers if modifier.selects(layer)]
         problems += checks.selects_nothing(modifier, selected, layers)
         try:

@@ -104,6 +104,8 @@ class Report:
     notes: tuple[str, ...] = ()
     """What the recipe left open and was decided for this model."""
     warnings: tuple[str, ...] = ()
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    """For a run with data: tokens, a hash of the data, and the error of each layer before and after."""
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ of llm-compressor's round-to-nearest bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,14 @@ class ErrorSearch:
     """in steps of 1 / grid."""
     norm: float = 2.4
     """What is least is the sum of errors to this power."""
+    maxgrow: float = 0.0
+    """Ranges up to 1 + maxgrow times the size are tried too."""
+
+    def factors(self) -> list[float]:
+        """Every factor to try, 1 first."""
+        down = max(1, int(self.maxshrink * self.grid))
+        up = int(self.maxgrow * self.grid)
+        return [1 - step / self.grid for step in (*range(down), *range(-1, -up - 1, -1))]
 
 
 def find_scales(
@@ -46,17 +54,18 @@ def find_scales(
     *,
     global_scale: Tensor | None = None,
     search: ErrorSearch | None = None,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scales of `values` `[rows, columns]`, and zero points where `args` is asymmetric.
 
     Shapes are those of compressed-tensors: `[1]` for a tensor, `[rows, 1]` for channels, `[rows, groups]`, and
     `[row blocks, column blocks]` with the last ones partial. Scales have the dtype of `values`; with `global_scale`
     (NVFP4) they are relative to it, float32, and numbers of FP8. Every scale is above 0. Without `search` the largest
-    weight becomes the largest number.
+    weight becomes the largest number. `importance` `[columns]` says how much the errors of each column count in it.
     """
     lowest, highest = _extremes(values, args)
     if search is not None:
-        factor = _best_factor(values, args, (lowest, highest), global_scale, search)
+        factor = _best_factor(values, args, (lowest, highest), global_scale, search, importance)
         lowest, highest = _shrunk(lowest, factor), _shrunk(highest, factor)
     scale, zero_point = calculate_qparams(lowest, highest, args, global_scale)
     if args.symmetric:
@@ -73,6 +82,72 @@ def find_global_scale(values: Sequence[Tensor]) -> Tensor:
         precise = generate_gparam(-largest.float(), largest.float())
         scale = torch.where(precise > torch.finfo(torch.float16).max, precise, scale)
     return scale
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers that weights of a matrix can become: `scale * (q - zero_point)`, with q a number of the scheme."""
+
+    args: QuantizationArgs
+    scale: Tensor
+    """`[rows, groups]` float32."""
+    zero_point: Tensor | None
+    """The same; None where the scheme is symmetric."""
+    width: int
+    """Columns in a group."""
+
+    @classmethod
+    def of(
+        cls,
+        args: QuantizationArgs,
+        shape: tuple[int, ...],
+        scale: Tensor,
+        zero_point: Tensor | None = None,
+        global_scale: Tensor | None = None,
+    ) -> Grid:
+        """The grid of a `[rows, columns]` matrix with the scales that `find_scales` gives."""
+        rows, width = shape
+        if args.strategy == "block":
+            width = args.block_structure[1]
+        elif args.strategy in ("group", "tensor_group"):
+            width = args.group_size
+
+        def spread(found: Tensor) -> Tensor:
+            if args.strategy == "tensor":
+                return found.float().view(1, 1).expand(rows, 1)
+            height = args.block_structure[0] if args.strategy == "block" else 1
+            return found.float().repeat_interleave(height, 0)[:rows]
+
+        real = scale if global_scale is None else scale / global_scale
+        return cls(args, spread(real), None if zero_point is None else spread(zero_point), width)
+
+    @classmethod
+    def stack(cls, grids: Sequence[Grid]) -> Grid:
+        """The grid of matrices on top of each other, all of one scheme."""
+        zeros = [grid.zero_point for grid in grids if grid.zero_point is not None]
+        scale = torch.cat([grid.scale for grid in grids])
+        return cls(grids[0].args, scale, torch.cat(zeros) if zeros else None, grids[0].width)
+
+    def __getitem__(self, rows: slice) -> Grid:
+        """The grid of some of the rows."""
+        return Grid(self.args, self.scale[rows], None if self.zero_point is None else self.zero_point[rows], self.width)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """`values` `[rows, columns]`, each as the nearest number that it can become, float32."""
+        scale = self.scale.repeat_interleave(self.width, 1)[:, : values.shape[1]]
+        numbers = values / scale
+        if self.zero_point is None:
+            return rounding(self.args)(numbers).mul_(scale)
+        zero_point = self.zero_point.repeat_interleave(self.width, 1)[:, : values.shape[1]]
+        return rounding(self.args)(numbers.add_(zero_point)).sub_(zero_point).mul_(scale)
+
+
+def rounding(args: QuantizationArgs) -> Callable[[Tensor], Tensor]:
+    """A function that rounds float32 multiples of a scale, in place, to the nearest numbers of the scheme."""
+    lowest, highest = (float(end) for end in calculate_range(args, torch.device("cpu")))
+    if args.type == "float":
+        return lambda numbers: _round_to_float(numbers.clamp_(lowest, highest), args.num_bits)
+    return lambda numbers: numbers.round_().clamp_(lowest, highest)
 
 
 def _extremes(values: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
@@ -128,6 +203,7 @@ def _best_factor(
     ends: tuple[Tensor, Tensor],
     global_scale: Tensor | None,
     search: ErrorSearch,
+    importance: Tensor | None,
 ) -> Tensor:
     """The factor for each range of `ends`, in its shape, that leaves the least error.
 
@@ -135,7 +211,8 @@ def _best_factor(
     is tried first and wins a tie, so no error is above that of the whole range.
     """
     groups = _grouped(values, args)
-    factors = 1 - torch.arange(max(1, int(search.maxshrink * search.grid)), device=values.device) / search.grid
+    counts = None if importance is None else _grouped(importance.float().expand(_height(values, args), -1), args)
+    factors = torch.tensor(search.factors(), device=values.device)
     best = torch.zeros(len(groups), dtype=torch.int64, device=values.device)
     step = max(1, _SEARCH_CHUNK // groups.shape[1])
     for first in range(0, len(groups), step):
@@ -145,14 +222,23 @@ def _best_factor(
         scale = (scale if global_scale is None else scale / global_scale).unsqueeze(-1)
         zero_point = zero_point.to(values.dtype).unsqueeze(-1)
         errors = torch.zeros(scale.shape[:2], device=values.device)
-        for piece in groups[part].split(_SEARCH_CHUNK, 1):
+        mine = None if counts is None else counts[torch.arange(first, first + lowest.shape[1]) % len(counts)]
+        for start in range(0, groups.shape[1], _SEARCH_CHUNK):
+            piece = groups[part, start : start + _SEARCH_CHUNK]
             exact = piece.float()
             for index, total in enumerate(errors):
-                error = _stored(piece, args, scale[index], zero_point[index]).sub_(exact)
-                # Powers by way of logarithms take two thirds of the time of pow; those of 0 would take twice as much.
-                total += error.abs_().clamp_(min=1e-15).log2_().mul_(search.norm).exp2_().sum(1)
+                error = _power(_stored(piece, args, scale[index], zero_point[index]).sub_(exact), search.norm)
+                total += (error if mine is None else error.mul_(mine[:, start : start + _SEARCH_CHUNK])).sum(1)
         best[part] = errors.nan_to_num_(nan=torch.inf).argmin(0)
     return factors[best].view(ends[0].shape)
+
+
+def _power(errors: Tensor, norm: float) -> Tensor:
+    """The magnitudes of `errors` to the power `norm`, in place."""
+    if norm == 2:
+        return errors.square_()
+    # Powers by way of logarithms take two thirds of the time of pow; those of 0 would take twice as much.
+    return errors.abs_().clamp_(min=1e-15).log2_().mul_(norm).exp2_()
 
 
 def _shrunk(ends: Tensor, factor: Tensor) -> Tensor:
@@ -161,12 +247,10 @@ def _shrunk(ends: Tensor, factor: Tensor) -> Tensor:
 
 def _stored(values: Tensor, args: QuantizationArgs, scale: Tensor, zero_point: Tensor) -> Tensor:
     """`values` as they are read back, rounded wherever compressed-tensors rounds them, as float32."""
-    lowest, highest = (float(end) for end in calculate_range(args, torch.device("cpu")))
     numbers = values / scale
     if not args.symmetric:
         numbers += zero_point
-    numbers = numbers.float().clamp_(lowest, highest)
-    rounded = _round_to_float(numbers, args.num_bits) if args.type == "float" else numbers.round_()
+    rounded = rounding(args)(numbers.float())
     if not args.symmetric:
         rounded -= zero_point
     read_as = torch.bfloat16 if args.strategy == "tensor_group" else values.dtype  # NVFP4 is, whatever it came from
@@ -180,6 +264,13 @@ def _round_to_float(numbers: Tensor, num_bits: int) -> Tensor:
     exponent = numbers.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=smallest << 23)
     step = exponent.sub_(data.mantissa << 23).view(torch.float32)
     return numbers.div_(step).round_().mul_(step)
+
+
+def _height(values: Tensor, args: QuantizationArgs) -> int:
+    """How many rows a scale is for."""
+    if args.strategy == "tensor":
+        return len(values)
+    return args.block_structure[0] if args.strategy == "block" else 1
 
 
 def _grouped(values: Tensor, args: QuantizationArgs) -> Tensor:

@@ -33,6 +33,8 @@ ROWS = (
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
+BASES = {"formats": ("base",), "kernels": ("base",), "modifiers": ("base", "scheme_keys", "sparsity_keys")}
+"""What several files of a folder are built on."""
 
 PUBLIC = {
     "SparseAutoModel",
@@ -72,8 +74,10 @@ def test_imports_are_absolute(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in NAMED if path.parent.name in FOLDERS], ids=_label)
 def test_files_of_a_folder_stand_alone(path: Path) -> None:
-    """A modifier, format or kernel imports none of its like, only their `base`; a kernel may decode a format."""
-    allowed = {f"sparseautomodel.{path.parent.name}.base"}
+    """A modifier, format or kernel imports none of its like, only their `base` and the keys that several modifiers have
+    (`scheme_keys`, `sparsity_keys`); a kernel may decode a format."""
+    shared = ("base", *(one.stem for one in path.parent.glob("*_keys.py")))
+    allowed = {f"sparseautomodel.{path.parent.name}.{name}" for name in shared}
     if path.parent.name == "kernels":
         allowed.add("sparseautomodel.formats")
     for line, target in _own_imports(path):
@@ -101,7 +105,9 @@ def test_file_has_a_domain_name_and_a_readable_length(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in NAMED if path.parent.name == "modifiers" and path.stem != "base"], ids=_label
+    "path",
+    [path for path in NAMED if path.parent.name == "modifiers" and path.stem != "base" and "_keys" not in path.stem],
+    ids=_label,
 )
 def test_modifier_file_defines_a_registered_modifier(path: Path) -> None:
     module = f"sparseautomodel.modifiers.{path.stem}"

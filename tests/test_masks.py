@@ -100,6 +100,14 @@ def test_unstructured_mask_is_that_of_a_stable_sort_of_the_matrix(scores: torch.
     assert int((~mask).sum()) == round(share * scores.numel())
 
 
+@given(matrices(), st.floats(0, 1))
+def test_mask_of_each_row_is_that_of_a_stable_sort_of_the_row(scores: torch.Tensor, share: float) -> None:
+    mask = prune_mask(scores, share, per_row=True)
+    assert mask.dtype == torch.bool and mask.shape == scores.shape
+    assert mask.tolist() == [plain_unstructured(row[None], share)[0] for row in scores]
+    assert ((~mask).sum(1) == round(share * scores.shape[1])).all()
+
+
 @given(structures())
 def test_pruned_values_satisfy_the_structure_and_zeros_stay(case: tuple[torch.Tensor, int, int]) -> None:
     values, n, m = case

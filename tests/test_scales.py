@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseautomodel.formats.compressed_tensors import decode, encode, layout
-from sparseautomodel.scales import ErrorSearch, _round_to_float, _row_extremes, find_global_scale, find_scales
+from sparseautomodel.scales import (
+    ErrorSearch,
+    Grid,
+    _round_to_float,
+    _row_extremes,
+    find_global_scale,
+    find_scales,
+    rounding,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRIDS: dict[str, dict[str, Any]] = {
@@ -116,6 +124,65 @@ def test_the_search_finds_the_best_of_its_grid() -> None:
     assert torch.allclose(find_scales(weight, args, search=search)[0].flatten(), expected)
 
 
+@pytest.mark.parametrize("name", ["int4-asym-group", "int8-sym-tensor", "int3-sym-block", "fp8-channel", "NVFP4A16"])
+def test_errors_count_as_much_as_their_columns_are_important(name: str) -> None:
+    args, search = ARGS[name], ErrorSearch(maxshrink=0.5, grid=20.0, norm=2.0, maxgrow=0.1)
+    assert search.factors() == pytest.approx([1 - step / 20 for step in range(10)] + [1.05, 1.1])
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 192, generator=generator) ** 3
+    importance = torch.rand(192, generator=generator) ** 4
+    found = {}
+    for label, counts in (("plain", None), ("weighted", importance)):
+        errors = _errors(weight, args, search, 2.0, counts, importance)
+        found[label] = errors
+    assert bool((found["weighted"] <= found["plain"] * (1 + 1e-5)).all())
+    assert found["weighted"].sum() < found["plain"].sum()
+    equal = torch.full((192,), 3.0)
+    scales = [
+        find_scales(weight, args, search=search, global_scale=_shared(weight, args), importance=counts)[0]
+        for counts in (None, equal)
+    ]
+    assert torch.equal(*scales)
+
+
+def test_what_is_important_is_not_clipped() -> None:
+    weight = torch.tensor([[7.0, 1.2, -1.3, 1.1] * 8])
+    importance = torch.tensor([1e6, 1.0, 1.0, 1.0]).repeat(8)
+    args, search = ARGS["int4-sym-group"], ErrorSearch(maxshrink=0.8, grid=40.0, norm=2.0, maxgrow=0.1)
+    scale = find_scales(weight, args, search=search, importance=importance)[0]
+    assert abs(float((7 / scale).round().clamp(-8, 7) * scale) - 7) < 0.05
+    for counts in (torch.zeros(32), torch.full((32,), torch.nan)):
+        assert torch.equal(find_scales(weight, args, search=search, importance=counts)[0], find_scales(weight, args)[0])
+
+
+@every
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_grid_has_the_numbers_that_are_stored(args: QuantizationArgs, dtype: torch.dtype) -> None:
+    weight = _weight((72, 192), dtype)
+    global_scale = _shared(weight, args)
+    scale, zero_point = find_scales(weight, args, global_scale=global_scale)
+    grid = Grid.of(args, weight.shape, scale, zero_point, global_scale)
+    nearest = grid.nearest(weight.float())
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    out = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in layout(scheme, (72, 192), dtype).items()}
+    encode(nearest, scheme, out, scale=scale, zero_point=zero_point, global_scale=global_scale)
+    read_as = torch.bfloat16 if global_scale is not None else dtype
+    assert torch.equal(decode(out, scheme, dtype=dtype), nearest.to(read_as).to(dtype))
+    assert torch.equal(grid.nearest(nearest), nearest)
+    halves = Grid.stack([grid[40:], grid[:40]])
+    assert torch.equal(
+        halves.nearest(torch.cat([weight[40:], weight[:40]]).float()), torch.cat([nearest[40:], nearest[:40]])
+    )
+
+
+@every
+def test_rounding_saturates(args: QuantizationArgs) -> None:
+    lowest, highest = calculate_range(args, torch.device("cpu"))
+    numbers = torch.cat([torch.linspace(float(lowest), float(highest), 999), torch.tensor([-1e9, 1e9])])
+    expected = round_to_quantized_type_args(numbers.clamp(lowest, highest), args, lowest, highest)
+    assert torch.equal(rounding(args)(numbers), expected)
+
+
 @pytest.mark.parametrize("search", [None, ErrorSearch()], ids=["minmax", "mse"])
 @pytest.mark.parametrize("name", [name for name in ARGS if name.endswith(("channel", "group")) or name[:2] == "MX"])
 def test_rows_do_not_depend_on_each_other(name: str, search: ErrorSearch | None) -> None:
@@ -183,14 +250,25 @@ def _place_of_each_scale(args: QuantizationArgs, shape: tuple[int, ...]) -> tupl
     )
 
 
-def _errors(weight: torch.Tensor, args: QuantizationArgs, search: ErrorSearch | None) -> torch.Tensor:
-    """Sum of errors to the power 2.4 for each scale, of what is stored and read back."""
+def _shared(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor | None:
+    return find_global_scale([weight]) if args.strategy == "tensor_group" else None
+
+
+def _errors(
+    weight: torch.Tensor,
+    args: QuantizationArgs,
+    search: ErrorSearch | None,
+    norm: float = 2.4,
+    importance: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum of errors to the power `norm` for each scale, of what is stored and read back; each column times `counts`."""
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    global_scale = find_global_scale([weight]) if args.strategy == "tensor_group" else None
-    scale, zero_point = find_scales(weight, args, global_scale=global_scale, search=search)
+    global_scale = _shared(weight, args)
+    scale, zero_point = find_scales(weight, args, global_scale=global_scale, search=search, importance=importance)
     parts = layout(scheme, tuple(weight.shape), weight.dtype)
     out = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in parts.items()}
     encode(weight, scheme, out, scale=scale, zero_point=zero_point, global_scale=global_scale)
-    error = (decode(out, scheme).double() - weight.double()).abs() ** 2.4
+    error = (decode(out, scheme).double() - weight.double()).abs() ** norm * (1 if counts is None else counts)
     rows, columns = _place_of_each_scale(args, tuple(weight.shape))
     return torch.stack([error[row, column].sum() for row in rows for column in columns])

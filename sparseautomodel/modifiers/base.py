@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
 from sparseautomodel.masks import zero_outside
+from sparseautomodel.statistics import LayerError, Statistic
 
 
 class ModifierError(ValueError):
@@ -59,7 +60,8 @@ class Weight:
     """The dense values in hand, and what the modifiers have decided about them so far.
 
     `values` is `[rows, in_features]` in the checkpoint's dtype: the whole matrix, or a run of whole rows when every
-    modifier of the layer works on rows alone. Modifiers change the fields in place.
+    modifier of the layer works on rows alone. A calibrated method leaves them in float32 once it has decided which
+    numbers of `scale` they are. Modifiers change the fields in place.
     """
 
     layer: Layer
@@ -81,7 +83,7 @@ class Modifier:
     """One entry of a recipe: its keys as fields, and one method that does the work.
 
     A subclass is one algorithm and one file. The class name is the recipe's name for it, the fields are its keys;
-    defining the subclass enters it in `MODIFIERS`.
+    defining the subclass enters it in `MODIFIERS`, unless it is made with `registered=False` for others to derive from.
     """
 
     targets: tuple[str, ...] = ("Linear",)
@@ -92,8 +94,10 @@ class Modifier:
     needs_data: ClassVar[bool] = False
     """Whether calibration data is needed: then only `oneshot(data=...)` can run it."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, registered: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if not registered:
+            return
         if cls.__name__ in MODIFIERS:
             raise TypeError(f"two modifiers are called {cls.__name__}")
         MODIFIERS[cls.__name__] = cls
@@ -161,6 +165,21 @@ class Modifier:
     def apply(self, weight: Weight) -> None:
         """Change `weight` in place."""
         raise NotImplementedError(f"{type(self).__name__} has no data-free form")
+
+    def statistic(self, layer: Layer) -> Statistic | None:
+        """A new, empty statistic to gather over the inputs of the layer; None: `apply` does the work, without data."""
+        return None
+
+    def solve(self, weights: Sequence[Weight], statistic: Any) -> list[LayerError]:
+        """Change whole `weights` in place, called instead of `apply` where `statistic` returned one.
+
+        Args:
+            weights: layers that read ONE input.
+            statistic: what was gathered over that input. It is not changed.
+
+        Returns what each layer has lost, in the order of `weights`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} uses no data")
 
 
 MODIFIERS: dict[str, type[Modifier]] = {}

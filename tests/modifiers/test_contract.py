@@ -25,6 +25,10 @@ FURTHER = (
     ("MagnitudePruningModifier", {"sparsity": 0.3}),
     ("MagnitudePruningModifier", {"sparsity": 0.3, "apply_globally": True}),
     ("QuantizationModifier", {"scheme": "W4A16_ASYM"}),
+    ("GPTQModifier", {"scheme": "W4A16_ASYM", "actorder": None}),
+    ("GPTQModifier", {"scheme": "NVFP4A16", "observer": "mse"}),
+    ("SparseGPTModifier", {"sparsity": 0.3}),
+    ("WandaPruningModifier", {"sparsity": 0.3}),
 )
 """Branches of a modifier that no recipe shows."""
 
@@ -102,13 +106,13 @@ def test_a_head_is_left_alone_by_a_class_name(name: str, keys: dict[str, Any]) -
         assert MODIFIERS[name](**{**without, "targets": ["Linear", "lm_head"]}).selects(head)
 
 
-@data_free
-def test_it_changes_a_layer_without_data_and_keeps_dtype_shape_and_device(name: str, keys: dict[str, Any]) -> None:
+@every
+def test_it_changes_a_layer_and_keeps_shape_and_device(name: str, keys: dict[str, Any]) -> None:
     before = _values()
     weight = _applied(name, keys, before)
     changed = [field for field, value in _tensors(weight).items() if field != "values"]
     assert changed or not torch.equal(weight.values, before)
-    assert weight.values.dtype == before.dtype
+    assert weight.values.dtype == (torch.float32 if weight.scale is not None and _needs_data(name) else before.dtype)
     assert weight.values.shape == before.shape
     assert weight.values.device == before.device
     assert all(tensor.isfinite().all() for tensor in (weight.values, weight.scale) if tensor is not None)
@@ -116,7 +120,7 @@ def test_it_changes_a_layer_without_data_and_keeps_dtype_shape_and_device(name: 
         assert weight.keep.dtype == torch.bool and weight.keep.shape == before.shape
 
 
-@data_free
+@every
 def test_the_same_input_gives_the_same_result(name: str, keys: dict[str, Any]) -> None:
     first, second = (_tensors(_applied(name, keys, _values())) for _ in range(2))
     assert first.keys() == second.keys()
@@ -138,17 +142,17 @@ def test_rows_say_how_finely_the_layer_may_be_cut(name: str, keys: dict[str, Any
             assert torch.equal(torch.cat([part[field] for part in parts]), tensor), field
 
 
-@data_free
+@every
 def test_exact_zeros_stay_exact_zeros(name: str, keys: dict[str, Any]) -> None:
     before = _values()
     modifier = _ready(name, keys)
-    weight = _apply(modifier, before)
+    weight = _apply(modifier, before, before != 0)
     zeros = before == 0
     assert zeros.any()
     assert not _stored(modifier, weight)[zeros].any()
 
 
-@data_free
+@every
 def test_zeros_are_at_least_those_announced(name: str, keys: dict[str, Any]) -> None:
     modifier = _ready(name, keys)
     weight = _apply(modifier, torch.randn(LAYER.shape).bfloat16())
@@ -158,13 +162,12 @@ def test_zeros_are_at_least_those_announced(name: str, keys: dict[str, Any]) -> 
         assert not weight.values[~weight.keep].any()
 
 
-@data_free
+@every
 def test_what_was_pruned_before_stays_pruned(name: str, keys: dict[str, Any]) -> None:
     modifier = _ready(name, keys)
     values = torch.randn(LAYER.shape).bfloat16()
     keep = torch.rand(LAYER.shape) > 0.4
-    weight = Weight(LAYER, values * keep, keep=keep.clone())
-    modifier.apply(weight)
+    weight = _apply(modifier, values * keep, keep.clone())
     assert weight.keep is not None
     assert not weight.keep[~keep].any()
     assert not _stored(modifier, weight)[~keep].any()
@@ -185,10 +188,31 @@ def _ready(name: str, keys: dict[str, Any]) -> Modifier:
     return MODIFIERS[name](**keys).resolve([LAYER]).scan(lambda: iter([_values()]))
 
 
-def _apply(modifier: Modifier, values: torch.Tensor) -> Weight:
-    weight = Weight(LAYER, values.clone())
-    modifier.apply(weight)
+def _apply(modifier: Modifier, values: torch.Tensor, keep: torch.Tensor | None = None) -> Weight:
+    """As a run does it: with the statistic that the modifier asks for, or without data."""
+    weight, statistic = Weight(LAYER, values.clone(), keep=keep), modifier.statistic(LAYER)
+    assert (statistic is not None) == modifier.needs_data
+    if statistic is None:
+        modifier.apply(weight)
+        return weight
+    with pytest.raises(NotImplementedError, match="no data-free form"):
+        modifier.apply(weight)
+    statistic.update(_inputs())
+    (error,) = modifier.solve([weight], statistic)
+    assert error.name == NAME and error.fallback is None
+    assert 0 <= error.after <= error.before
     return weight
+
+
+def _inputs() -> torch.Tensor:
+    """Inputs of the layer that depend on each other."""
+    generator = torch.Generator().manual_seed(2)
+    mixing = torch.randn(LAYER.shape[1], LAYER.shape[1], generator=generator) / 8 + torch.eye(LAYER.shape[1])
+    return (torch.randn(300, LAYER.shape[1], generator=generator) @ mixing).bfloat16()
+
+
+def _needs_data(name: str) -> bool:
+    return MODIFIERS[name].needs_data
 
 
 def _applied(name: str, keys: dict[str, Any], values: torch.Tensor) -> Weight:

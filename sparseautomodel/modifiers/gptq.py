@@ -1,0 +1,182 @@
+"""GPTQ: weights are rounded column after column, and the columns that follow make up for each error.
+
+Frantar, Ashkboos, Hoefler, Alistarh: GPTQ, 2022, https://arxiv.org/abs/2210.17323. In the words of the paper:
+
+    W   weights [rows, in] of all layers that read one input X [tokens, in], on top of each other
+    H   X^T X
+    U   upper Cholesky factor of (H + dampening)^-1
+    Q   what W is rounded to
+    E   errors (W - Q) of the columns in hand, each divided by its entry on the diagonal of U
+
+tr((W - Q) H (W - Q)^T), which is to be least, is the sum of all E^2: so 1 / U_jj^2 is what an error in column j costs
+once the others have made up for it, and what it counts for where scales are searched (`observer: mse`).
+
+Scales are found before the first column and never moved, and are already rounded as they will be stored. The order of
+the columns (`actorder`) is that of the work alone; groups stay where they are, so nothing of it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sparseautomodel.modifiers.base import Layer, ModifierError, Weight
+from sparseautomodel.modifiers.scheme_keys import SchemeKeys
+from sparseautomodel.scales import ErrorSearch, Grid, rounding
+from sparseautomodel.statistics import (
+    Hessian,
+    LayerError,
+    NotPositiveDefinite,
+    inverse_factor,
+    output_errors,
+    row_runs,
+)
+from sparseautomodel.threads import torch_threads
+
+_INNER = 32
+"""Columns whose errors are passed on one by one: as many as stay in a core's own cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQModifier(SchemeKeys):
+    """Round weights so that the output of each layer, on calibration data, changes least.
+
+    >>> GPTQModifier(scheme="W4A16", group_size="auto", observer="mse")
+    """
+
+    block_size: int = 128
+    """Columns after which their errors are passed on to all others. It changes speed, not results."""
+    dampening_frac: float = 0.01
+    """Share of the mean of H's diagonal that is added to the diagonal; more where that is not enough."""
+    actorder: str | None = "static"
+    """`static` (or its other name, `weight`): columns with the largest inputs first. null: from left to right."""
+
+    needs_data: ClassVar[bool] = True
+    search: ClassVar[ErrorSearch] = ErrorSearch(maxshrink=0.4, grid=32.0, norm=2.0, maxgrow=0.07)
+
+    def __post_init__(self, weight_observer: str | None) -> None:
+        super().__post_init__(weight_observer)
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise ModifierError("block_size", f"block_size is a number of columns, got {self.block_size!r}. Write 128")
+        if type(self.dampening_frac) not in (int, float) or not 0 <= self.dampening_frac <= 1:
+            raise ModifierError(
+                "dampening_frac", f"dampening_frac is a share from 0 to 1, got {self.dampening_frac!r}. Write 0.01"
+            )
+        if self.actorder in ("group", "dynamic", True):
+            raise ModifierError(
+                "actorder",
+                f"actorder {self.actorder} puts the groups themselves in the order of activations, a layout that "
+                "compressed-tensors has removed and no reader opens. Write static",
+            )
+        if self.actorder not in ("static", "weight", None):
+            raise ModifierError("actorder", f"there is no actorder {self.actorder!r}. Write static or null")
+        object.__setattr__(self, "actorder", self.actorder and "static")
+
+    def statistic(self, layer: Layer) -> Hessian:
+        return Hessian(layer.shape[1], arithmetic="int8")
+
+    @torch.no_grad()
+    def solve(self, weights: Sequence[Weight], statistic: Hessian) -> list[LayerError]:
+        """Set `values` to float32 numbers that the scheme holds exactly, and the scales that go with them.
+
+        What was pruned stays exactly zero. A layer whose solution is not finite, or changes its output more than
+        rounding to nearest with the same scales would, is rounded to nearest.
+        """
+        hessian = statistic.value
+        order = torch.arange(len(hessian), device=hessian.device)
+        if self.actorder:
+            order = hessian.diagonal().argsort(descending=True, stable=True)
+        try:
+            factor = inverse_factor(hessian, self.dampening_frac, order)
+            reason = None if statistic.tokens else "no calibration token came to it"
+        except NotPositiveDefinite as error:
+            factor = torch.eye(len(hessian), device=hessian.device)  # with which each column is rounded to nearest
+            reason = str(error)
+        importance = torch.empty_like(hessian[0]).index_copy_(0, order, factor.diagonal().pow(-2))
+        self.share_global_scale(weights)
+        for weight in weights:
+            self.set_scales(weight, importance)
+        grids = [self._grid(weight) for weight in weights]
+        results = [torch.empty_like(weight.values, dtype=torch.float32) for weight in weights]
+        squares = torch.zeros(len(weights), 3, dtype=torch.float64)
+        for _, numbers in groupby(range(len(weights)), key=lambda number: grids[number].args):
+            first, *_ = alike = list(numbers)
+            for run in row_runs([len(weights[number].values) for number in alike], len(hessian)):
+                parts = [(first + place, rows) for place, rows in run]
+                values = torch.cat([weights[number].values[rows].float() for number, rows in parts])
+                grid = Grid.stack([grids[number][rows] for number, rows in parts])
+                with torch_threads(1, torch.get_num_threads()):
+                    solved = gptq(values, grid, factor, order, self.block_size, _kept(weights, parts))
+                changes = (values, grid.nearest(values).sub_(values), solved - values)
+                lost = torch.stack([output_errors(change, hessian) for change in changes], 1)
+                sizes = [rows.stop - rows.start for _, rows in parts]
+                for (number, rows), part, errors in zip(parts, solved.split(sizes), lost.split(sizes), strict=True):
+                    results[number][rows] = part
+                    squares[number] += errors.double().sum(0).cpu()
+        found = []
+        for weight, grid, result, square in zip(weights, grids, results, squares.tolist(), strict=True):
+            found.append(LayerError.of(weight.layer.name, square, reason))
+            weight.values = grid.nearest(weight.values.float()) if found[-1].fallback else result
+        return found
+
+    def _grid(self, weight: Weight) -> Grid:
+        assert weight.scale is not None
+        args = self.weights_of(weight.layer)
+        return Grid.of(args, weight.values.shape, weight.scale, weight.zero_point, weight.global_scale)
+
+
+def gptq(
+    values: Tensor,
+    grid: Grid,
+    factor: Tensor,
+    order: Tensor,
+    block_size: int = 128,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """`values` `[rows, in]` float32 as numbers of `grid`, those that follow in `order` making up for each error.
+
+    Args:
+        factor: U of the columns in `order`, `[in, in]`.
+        keep: bool `[rows, in]`: where it is False, values are 0 and stay 0.
+    """
+    # Transposed, a column is a run of memory.
+    left = values.t().index_select(0, order)
+    kept = None if keep is None else keep.t().index_select(0, order)
+    done, errors = torch.empty_like(left), torch.empty_like(left[:block_size])
+    scales, zeros = grid.scale.t().contiguous(), None if grid.zero_point is None else grid.zero_point.t().contiguous()
+    steps, groups = (1 / factor.diagonal()).tolist(), (order // grid.width).tolist()
+    round_, columns = rounding(grid.args), len(order)
+    for first in range(0, columns, block_size):
+        last = min(columns, first + block_size)
+        for start in range(first, last, _INNER):
+            stop = min(last, start + _INNER)
+            for column in range(start, stop):
+                weight, number, error, group = left[column], done[column], errors[column - first], groups[column]
+                if kept is not None:
+                    weight.mul_(kept[column])  # what the columns before have put there is taken back
+                torch.div(weight, scales[group], out=number)
+                if zeros is None:
+                    round_(number).mul_(scales[group])
+                else:
+                    round_(number.add_(zeros[group])).sub_(zeros[group]).mul_(scales[group])
+                torch.sub(weight, number, out=error).mul_(steps[column])
+                left[column + 1 : stop].addr_(factor[column, column + 1 : stop], error, alpha=-1)
+            left[stop:last].addmm_(factor[start:stop, stop:last].t(), errors[start - first : stop - first], alpha=-1)
+        left[last:].addmm_(factor[first:last, last:].t(), errors[: last - first], alpha=-1)
+    return left.index_copy_(0, order, done).t().contiguous()
+
+
+def _kept(weights: Sequence[Weight], parts: Sequence[tuple[int, slice]]) -> Tensor | None:
+    """Where these rows are not zero for good; None where nothing was pruned."""
+    if all(weights[number].keep is None for number, _ in parts):
+        return None
+    found = []
+    for number, rows in parts:
+        values, keep = weights[number].values[rows], weights[number].keep
+        found.append(torch.ones_like(values, dtype=torch.bool) if keep is None else keep[rows] & (values != 0))
+    return torch.cat(found)
