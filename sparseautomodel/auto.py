@@ -23,7 +23,7 @@ from transformers.integrations.accelerate import check_and_set_device_map
 
 from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
 from sparseautomodel.buffers import restore_buffers
-from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_checkpoint
+from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.layers import quantization_of
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
@@ -34,7 +34,6 @@ from sparseautomodel.report import LoadReport
 from sparseautomodel.transform import decode, loaded_dtype
 from sparseautomodel.verify import VerificationError, check_loading, verify
 
-HUB_KEYS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 EXECUTIONS = ("auto", "compressed", "dense")
 
 

@@ -27,12 +27,13 @@ from sparseautomodel.architecture import Architecture, expert_merges
 from sparseautomodel.calibration import Batches
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
 from sparseautomodel.formats import compressed_tensors as storage
-from sparseautomodel.modifiers import Layer, Weight
+from sparseautomodel.layers import quantization_of
+from sparseautomodel.modifiers import Layer, Modifier, Weight
 from sparseautomodel.plan import Plan
 from sparseautomodel.quantizer import put_experts
 from sparseautomodel.report import versions
 from sparseautomodel.statistics import LayerError
-from sparseautomodel.transform import LayerPlan, transform
+from sparseautomodel.transform import LayerPlan, scan, transform
 from sparseautomodel.walk import Callbacks, LayerSet, find_blocks, walk
 
 FINGERPRINT = "fingerprint.json"
@@ -51,7 +52,10 @@ class Calibrated:
             "num_samples": self.batches.num_samples,
             "num_tokens": self.batches.num_tokens,
             "fingerprint": self.batches.fingerprint,
-            "layers": [asdict(error) for error in self.errors],
+            "layers": [
+                {key: None if value != value else value for key, value in asdict(error).items()}  # JSON has no nan
+                for error in self.errors
+            ],
         }
 
 
@@ -75,11 +79,17 @@ def calibrate(
             is set and the folder is of a run with other inputs.
     """
     assert plan.recipe is not None
+    if quantization_of(architecture.config) is not None:
+        raise ValueError(
+            f"{plan.source} is compressed, and calibration runs the dense model. Write its dense values first: "
+            "from_pretrained(path, execution='dense').save_pretrained(folder), then calibrate the folder"
+        )
     source = [(name, tensor.shape, str(tensor.dtype), tensor.file) for name, tensor in checkpoint.items()]
     stamps = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in checkpoint.files]
     _open_scratch(scratch, resume, model=[source, stamps], recipe=plan.recipe.to_dict(), data=batches.fingerprint)
     model = _hollow_model(architecture)
-    by_path = {path_of(item.layer): item for item in plan.layers}
+    plans = scan(plan.layers, checkpoint)
+    by_path = {path_of(item.layer): item for item in plans}
     blocks = find_blocks(model, list(by_path))
     inside = {block: [path for path in by_path if path.startswith(f"{block}.")] for block in blocks}
     covered = {path for paths in inside.values() for path in paths}
@@ -87,7 +97,8 @@ def calibrate(
     lonely = [item.layer.name for item in outside if any(modifier.needs_data for modifier in item.modifiers)]
     if lonely:
         raise ValueError(f"{', '.join(lonely)} lie outside the blocks and cannot be calibrated: put them in ignore")
-    work = _Blocks(checkpoint, architecture, model, by_path, blocks, scratch, device)
+    modifiers = _in_order(plan.recipe.modifiers, plan.layers, plans)
+    work = _Blocks(checkpoint, architecture, model, by_path, modifiers, blocks, scratch, device)
     work.load_outside()
     with tqdm(total=len(blocks), desc="Calibrating", unit="block", disable=None) as bar:
         work.bar = bar
@@ -97,7 +108,7 @@ def calibrate(
     rest = {name: kept.get(name, tensor) for name, tensor in checkpoint.items()}
     rest = transform(rest, outside, (), device)
     result: dict[str, LazyTensor] = {}
-    sources = {item.source: item for item in plan.layers if path_of(item.layer) in covered}
+    sources = {item.source: item for item in plans if path_of(item.layer) in covered}
     for name, tensor in rest.items():
         if name in sources:
             result |= {output: done[output] for output in sources[name].outputs()}
@@ -152,12 +163,13 @@ class _Blocks(Callbacks):
         architecture: Architecture,
         model: PreTrainedModel,
         plans: Mapping[str, LayerPlan],
+        modifiers: Sequence[Modifier],
         blocks: Sequence[str],
         scratch: Path,
         device: torch.device,
     ) -> None:
         self._checkpoint, self._model, self._plans, self._blocks = checkpoint, model, plans, blocks
-        self._scratch, self._device = scratch, device
+        self._scratch, self._device, self._modifiers = scratch, device, modifiers
         self._names = _tensor_names(checkpoint, architecture)
         self._results: dict[str, Tensor] = {}
         self.errors: list[LayerError] = []
@@ -213,13 +225,14 @@ class _Blocks(Callbacks):
     def solve(self, layers: LayerSet) -> None:
         plans = [self._plans[name] for name in layers.names]
         weights = {
-            plan.layer.name: Weight(plan.layer, self._values(name, plan.layer))
-            for name, plan in zip(layers.names, plans, strict=True)
+            plan.layer.name: self._weight(name, plan.layer) for name, plan in zip(layers.names, plans, strict=True)
         }
         by_type = {type(statistic): statistic for statistic in layers.statistics}
-        for modifier in dict.fromkeys(_by_identity(plans)):
+        for modifier in self._modifiers:
             mine = [weights[plan.layer.name] for plan in plans if any(modifier is one for one in plan.modifiers)]
-            _share_global_scale(modifier, mine)
+            if not mine:
+                continue
+            modifier.share_global_scale(mine)
             statistic = modifier.statistic(mine[0].layer)
             if statistic is None:
                 for weight in mine:
@@ -242,9 +255,12 @@ class _Blocks(Callbacks):
         self._results = {}
         self.bar.update()
 
-    def _values(self, path: str, layer: Layer) -> Tensor:
-        values: Tensor = self._model.get_submodule(path)._parameters["weight"]  # type: ignore[assignment]
-        return (values.t() if layer.transposed else values).clone()
+    def _weight(self, path: str, layer: Layer) -> Weight:
+        """The layer's dense values. Zeros that they have already stay zeros, whoever made them."""
+        stored = self._model.get_parameter(f"{path}.weight").detach()
+        values = (stored.t() if layer.transposed else stored).clone()
+        keep = values != 0
+        return Weight(layer, values, keep=None if keep.all() else keep)
 
     def _store(self, path: str, plan: LayerPlan, weight: Weight) -> None:
         """Keep what is stored for the layer, and run on with exactly what will be read back."""
@@ -252,20 +268,7 @@ class _Blocks(Callbacks):
             name: torch.empty(shape, dtype=dtype, device=self._device)
             for name, (shape, dtype) in plan.outputs().items()
         }
-        if plan.scheme is not None:
-            assert weight.scale is not None
-            parts = {name.rpartition(".")[2]: value for name, value in outputs.items()}
-            storage.encode(
-                weight.values,
-                plan.scheme,
-                parts,
-                scale=weight.scale,
-                zero_point=weight.zero_point,
-                global_scale=weight.global_scale,
-            )
-        else:
-            (stored,) = outputs.values()
-            stored.copy_(weight.values.t() if plan.layer.transposed else weight.values)
+        plan.store(weight, outputs)
         self._results |= {name: value.cpu() for name, value in outputs.items()}
         self._put(f"{path}.weight", self._dense(plan, outputs))
 
@@ -305,20 +308,12 @@ def _tensor_names(checkpoint: Checkpoint, architecture: Architecture) -> dict[st
     return names
 
 
-def _by_identity(plans: Sequence[LayerPlan]) -> list[Any]:
-    seen: list[Any] = []
-    for modifier in (modifier for plan in plans for modifier in plan.modifiers):
-        if not any(modifier is one for one in seen):
-            seen.append(modifier)
-    return seen
-
-
-def _share_global_scale(modifier: Any, weights: Sequence[Weight]) -> None:
-    """Layers that read one input have one global scale (NVFP4), since servers run them as one matrix."""
-    if weights and modifier.scheme_of(weights[0].layer) is not None:
-        scale = modifier.global_scale(weights[0].layer, [weight.values for weight in weights])
-        for weight in weights:
-            weight.global_scale = scale
+def _in_order(recipe: Sequence[Modifier], planned: Sequence[LayerPlan], scanned: Sequence[LayerPlan]) -> list[Modifier]:
+    """The scanned modifiers in the order of the recipe, whichever of them a layer has."""
+    found: dict[int, Modifier] = {}
+    for before, after in zip(planned, scanned, strict=True):
+        found |= {id(old): new for old, new in zip(before.modifiers, after.modifiers, strict=True)}
+    return [found[id(modifier)] for modifier in recipe if id(modifier) in found]
 
 
 def _to(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:

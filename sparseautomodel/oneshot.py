@@ -114,8 +114,9 @@ def oneshot(
             reader = tokenizer or _tokenizer(model, trust_remote_code, config_keys)
             sizes = {"num_samples": num_samples, "max_length": max_length, "batch_size": batch_size}
             batches = read_batches(data, reader, **sizes)
-            torch.manual_seed(seed)
-            done = calibrate(checkpoint, architecture, plan, batches, scratch_of(output), place, resume)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                done = calibrate(checkpoint, architecture, plan, batches, scratch_of(output), place, resume)
             tensors = done.tensors
         else:
             tensors = planned_tensors(checkpoint, architecture, plan, place)

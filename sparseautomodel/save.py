@@ -153,7 +153,7 @@ def copy_side_files(source: str | os.PathLike[str], folder: Path, subfolder: str
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=False, default=str) + "\n")
+    path.write_text(json.dumps(content, indent=2, default=str, allow_nan=False) + "\n")
 
 
 def parse_size(size: int | str) -> int:

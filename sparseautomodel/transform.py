@@ -48,6 +48,27 @@ class LayerPlan:
         stored = (shape[1], shape[0]) if self.layer.transposed else shape
         return {f"{name}.weight": (stored, self.layer.dtype)}
 
+    def store(self, weight: Weight, outputs: Mapping[str, torch.Tensor], start: int = 0) -> None:
+        """Write the rows in `weight`, which are those from `start` on, into the layer's tensors of `outputs`."""
+        if self.scheme is not None:
+            if weight.scale is None:
+                raise ValueError(f"no modifier has found a scale for {self.layer.name}")
+            storage.encode(
+                weight.values,
+                self.scheme,
+                {name.rpartition(".")[2]: outputs[name] for name in self.outputs()},
+                scale=weight.scale,
+                zero_point=weight.zero_point,
+                global_scale=weight.global_scale,
+                start=start,
+            )
+            return
+        stored, stop = outputs[f"{self.layer.name}.weight"], start + weight.values.shape[0]
+        if self.layer.transposed:
+            stored[:, start:stop] = weight.values.t()
+        else:
+            stored[start:stop] = weight.values
+
 
 class DerivedTensor:
     """A tensor that is computed when it is sliced."""
@@ -201,21 +222,7 @@ class Work:
             weight = Weight(layer, values, global_scale=global_scale)
             for modifier in plan.modifiers:
                 modifier.apply(weight)
-            if plan.scheme is not None and weight.scale is not None:
-                parts = {name.rpartition(".")[2]: results[name] for name in plan.outputs()}
-                storage.encode(
-                    weight.values,
-                    plan.scheme,
-                    parts,
-                    scale=weight.scale,
-                    zero_point=weight.zero_point,
-                    global_scale=weight.global_scale,
-                    start=start,
-                )
-            elif layer.transposed:
-                results[f"{layer.name}.weight"][:, start:stop] = weight.values.t()
-            else:
-                results[f"{layer.name}.weight"][start:stop] = weight.values
+            plan.store(weight, results, start)
         except Exception as error:
             steps = ", ".join(type(modifier).__name__ for modifier in plan.modifiers)
             raise RuntimeError(

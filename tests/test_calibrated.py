@@ -183,3 +183,56 @@ def test_texts_use_the_tokenizer_of_the_source(tiny_llama: Path, tmp_path: Path)
         written["calibration"] == json.loads(json.dumps(report.calibration))
         and written["calibration"]["num_samples"] == 4
     )
+
+
+def test_zeros_of_the_source_stay_zeros_through_gptq(tiny_llama: Path, rows: Any, tmp_path: Path) -> None:
+    """Pruned in an earlier run, quantized in this one (E8)."""
+    oneshot(tiny_llama, recipe(SPARSE), data=rows, output=tmp_path / "pruned")
+    oneshot(tmp_path / "pruned", recipe(ASYMMETRIC), data=rows, output=tmp_path / "out")
+    assert verify(tmp_path / "out", against=tmp_path / "pruned").ok
+
+
+def test_modifiers_run_in_the_order_of_the_recipe_whatever_a_layer_skips(
+    tiny_llama: Path, rows: Any, tmp_path: Path
+) -> None:
+    """q_proj is not pruned and comes first; k_proj and v_proj of the same set are, before they are quantized."""
+    pruning = {"MagnitudePruningModifier": {"mask_structure": "2:4", "ignore": ["re:.*q_proj$"]}}
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+    groups = {"GPTQModifier": {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}}
+    oneshot(tiny_llama, recipe(pruning, groups), data=rows, output=tmp_path / "out")
+    model = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out", execution="dense")
+    attention = model.model.layers[0].self_attn
+    assert satisfies(attention.k_proj.weight, 2, 4) and satisfies(attention.v_proj.weight, 2, 4)
+    assert not satisfies(attention.q_proj.weight, 2, 4)
+
+
+def test_a_global_threshold_is_found_before_the_walk(tiny_llama: Path, rows: Any, tmp_path: Path) -> None:
+    pruning = {"MagnitudePruningModifier": {"sparsity": 0.5, "apply_globally": True}}
+    oneshot(tiny_llama, recipe(pruning, GPTQ), data=rows, output=tmp_path / "out")
+    model = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out", execution="dense")
+    layers = [module.weight for name, module in model.named_modules() if "_proj" in name]
+    zeros = sum(int((weight == 0).sum()) for weight in layers)
+    assert zeros >= 0.5 * sum(weight.numel() for weight in layers)
+
+
+def test_report_is_strict_json_where_no_token_came(tiny_mixtral: Path, tmp_path: Path) -> None:
+    report = oneshot(tiny_mixtral, recipe(GPTQ), data=[{"input_ids": [5]}], output=tmp_path / "out")
+    assert any(layer["after"] is None for layer in report.calibration["layers"])
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    json.loads((tmp_path / "out" / "compression_report.json").read_text(), parse_constant=refuse)
+
+
+def test_a_compressed_source_says_what_to_do(tiny_llama: Path, rows: Any, tmp_path: Path) -> None:
+    oneshot(tiny_llama, "w8a16", output=tmp_path / "small")
+    with pytest.raises(ValueError, match="calibration runs the dense model"):
+        oneshot(tmp_path / "small", recipe(GPTQ), data=rows, output=tmp_path / "out", requantize=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_callers_random_state_is_untouched(tiny_llama: Path, rows: Any, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out", seed=3)
+    assert torch.equal(torch.get_rng_state(), before)

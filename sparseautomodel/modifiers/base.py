@@ -158,6 +158,9 @@ class Modifier:
         """The least share of zeros, 0..1, that the layer has afterwards, or None when that depends on its values."""
         return None
 
+    def share_global_scale(self, weights: Sequence[Weight]) -> None:
+        """Give layers that servers run as one matrix what they must have in common; for most modifiers, nothing."""
+
     def rows(self, layer: Layer) -> int:
         """How many rows must be seen together: 1 when each row stands alone, `layer.shape[0]` when all are needed."""
         return 1
