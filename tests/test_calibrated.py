@@ -14,12 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from sparseautomodel import SparseAutoModelForCausalLM, oneshot, plan, verify
+from sparseautomodel import Recipe, SparseAutoModelForCausalLM, oneshot, plan, verify
+from sparseautomodel.__main__ import app
 from sparseautomodel.calibrated import scratch_of
 from sparseautomodel.checkpoint import open_checkpoint
 from sparseautomodel.masks import satisfies
 from sparseautomodel.plan import PlanError
+from sparseautomodel.recipe import shipped
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -64,6 +67,24 @@ def test_result_is_sound_and_each_tensor_was_read_once(
     assert len(layers) == len(report.layers) * len(entries)
     assert all(layer["after"] <= layer["before"] * (1 + 1e-6) for layer in layers if layer["fallback"] is None)
     assert not scratch_of(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in shipped() if any(modifier.needs_data for modifier in Recipe.load(name).modifiers)]
+)
+def test_shipped_recipe_runs_and_stock_transformers_opens_the_result(
+    name: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("some running text, again and again. " * 40)
+    command = [str(tiny_llama), name, "--output", str(tmp_path / "out"), "--data", str(tmp_path / "text.txt")]
+    sizes = ["--num-samples", "8", "--max-length", "64", "--batch-size", "2"]
+    result = CliRunner().invoke(app, ["oneshot", *command, *sizes])
+    assert result.exit_code == 0, result.output
+    stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    inputs = torch.arange(1, 9)[None]
+    ours = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(stock(inputs).logits, ours(inputs).logits)
 
 
 def test_prune_then_quantize_keeps_two_zeros_in_every_four(tiny_llama: Path, rows: Any, tmp_path: Path) -> None:

@@ -33,8 +33,6 @@ ROWS = (
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
-BASES = {"formats": ("base",), "kernels": ("base",), "modifiers": ("base", "scheme_keys", "sparsity_keys")}
-"""What several files of a folder are built on."""
 
 PUBLIC = {
     "SparseAutoModel",

@@ -19,13 +19,13 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from sparseautomodel import SparseAutoModelForCausalLM, oneshot, plan, verify
+from sparseautomodel import Recipe, SparseAutoModelForCausalLM, oneshot, plan, verify
 from sparseautomodel.checkpoint import open_checkpoint
 from sparseautomodel.consumers import TRANSFORMERS
+from sparseautomodel.recipe import shipped
 from sparseautomodel.report import Report
 
-ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+SHIPPED = [name for name in shipped() if not any(modifier.needs_data for modifier in Recipe.load(name).modifiers)]
 QUANTIZING = [name for name in SHIPPED if name != "2of4"]
 TEXT = torch.tensor([[*range(1, 250, 7)]])
 

@@ -35,7 +35,11 @@ def pruning(**keys: Any) -> dict[str, Any]:
 
 
 RECIPES: dict[str, Any] = {
-    **{name: name for name in shipped() if name != "fp8-block"},
+    **{
+        name: name
+        for name in shipped()
+        if name != "fp8-block" and not any(modifier.needs_data for modifier in Recipe.load(name).modifiers)
+    },
     "asymmetric": quantizing(scheme="W4A16_ASYM", group_size=32),
     "blocks": quantizing(
         config_groups={

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from sparseautomodel import SparseAutoModelForCausalLM, oneshot, verify
+from sparseautomodel import Recipe, SparseAutoModelForCausalLM, oneshot, verify
+from sparseautomodel.recipe import shipped
 from sparseautomodel.verify import Verdict, VerificationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+SHIPPED = [name for name in shipped() if not any(modifier.needs_data for modifier in Recipe.load(name).modifiers)]
 LAYER = "model.layers.1.mlp.up_proj"
 Tensors = dict[str, torch.Tensor]
 Broken = Callable[..., Path]
