@@ -18,7 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,25 +57,11 @@ class CheckpointError(ValueError):
     """The files of a checkpoint are missing, damaged or contradict each other. Names every file and tensor."""
 
 
-class LazyTensor(Protocol):
-    """What transformers, the writer and the transforms need of a tensor that has not been read."""
+class LazyTensor:
+    """A tensor that has not been read: what transformers, the writer and the transforms need to know of it."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
-
-
-class StoredTensor:
-    """One tensor of a file. `tensor[...]` reads it, `tensor[a:b]` reads rows `a` to `b` and no other byte."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, file: str, data: Any, reads: Reads):
-        self.name, self.shape, self.dtype, self.file = name, shape, dtype, file
-        self._data, self._reads = data, reads
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +72,17 @@ class StoredTensor:
 
     def get_dtype(self) -> str:
         return DTYPE_NAMES[self.dtype]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class StoredTensor(LazyTensor):
+    """One tensor of a file. `tensor[...]` reads it, `tensor[a:b]` reads rows `a` to `b` and no other byte."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, file: str, data: Any, reads: Reads):
+        super().__init__(name, shape, dtype)
+        self.file, self._data, self._reads = file, data, reads
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         values = self._data[index]

@@ -126,7 +126,7 @@ def write_tensors(
     finally:
         workers.shutdown(cancel_futures=True)
     if len(shards) > 1:
-        total = sum(map(_nbytes, tensors.values()))
+        total = sum(tensor.nbytes for tensor in tensors.values())
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
         index = {"metadata": {"total_size": total, "total_parameters": parameters}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
@@ -177,7 +177,7 @@ def _write_shard(
     # Readers view the bytes of a file as numbers in place, so the widest numbers come first and all are aligned.
     offsets, offset = {}, 0
     for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
-        offsets[name] = (offset, offset + _nbytes(tensors[name]))
+        offsets[name] = (offset, offset + tensors[name].nbytes)
         offset = offsets[name][1]
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, (begin, end) in offsets.items():
@@ -197,7 +197,7 @@ def _write_shard(
                 at += _write_at(descriptor, _bytes_of(piece), at)
             if at != start + offsets[name][1]:
                 raise RuntimeError(f"{name} came out {at - start - offsets[name][1]} bytes longer than its shape says")
-            on_tensor(name, _nbytes(tensors[name]))
+            on_tensor(name, tensors[name].nbytes)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -225,7 +225,7 @@ def _pieces(tensor: LazyTensor) -> Iterator[torch.Tensor]:
         yield tensor[...]
         return
     rows = tensor.shape[0]
-    step = max(1, COPY_ROWS_NBYTES * rows // max(1, _nbytes(tensor)))
+    step = max(1, COPY_ROWS_NBYTES * rows // max(1, tensor.nbytes))
     for start in range(0, rows, step):
         yield tensor[start : start + step]
 
@@ -247,16 +247,12 @@ def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
-        if shards[-1] and size + _nbytes(tensor) > limit:
+        if shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += _nbytes(tensor)
+        size += tensor.nbytes
     return shards
-
-
-def _nbytes(tensor: LazyTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _refuse_existing(target: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy, QuantizationType
 
-from sparseautomodel.checkpoint import DTYPE_NAMES, LazyTensor, StoredTensor
+from sparseautomodel.checkpoint import LazyTensor, StoredTensor
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer, Modifier, Weight
 from sparseautomodel.threads import SIDE_BY_SIDE, torch_threads
@@ -70,21 +70,12 @@ class LayerPlan:
             stored[start:stop] = weight.values
 
 
-class DerivedTensor:
+class DerivedTensor(LazyTensor):
     """A tensor that is computed when it is sliced."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, work: Work | Decoding) -> None:
-        self.name, self.shape, self.dtype, self._work = name, shape, dtype, work
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return DTYPE_NAMES[self.dtype]
+        super().__init__(name, shape, dtype)
+        self._work = work
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         values = self._work.take(self.name)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparseautomodel import save as module
-from sparseautomodel.checkpoint import SAFETENSORS_DTYPES, open_checkpoint
+from sparseautomodel.checkpoint import SAFETENSORS_DTYPES, LazyTensor, open_checkpoint
 from sparseautomodel.save import (
     COMPUTED_AHEAD,
     SIDE_FILES,
@@ -31,7 +31,7 @@ from sparseautomodel.save import (
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Computed:
+class Computed(LazyTensor):
     """A tensor that is made when it is sliced, and tells how many such are alive."""
 
     alive, most = 0, 0
@@ -39,13 +39,8 @@ class Computed:
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         values = make()
-        self.make, self.shape, self.dtype = make, tuple(values.shape), values.dtype
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return str(self.dtype)
+        super().__init__("computed", tuple(values.shape), values.dtype)
+        self.make = make
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         values = self.make()

@@ -15,19 +15,17 @@ import pytest
 import torch
 
 from sparseautomodel import save as module
-from sparseautomodel.checkpoint import open_checkpoint
+from sparseautomodel.checkpoint import LazyTensor, open_checkpoint
 from sparseautomodel.save import appear_when_complete, write_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Plain:
+class Plain(LazyTensor):
     """A tensor of zeros that is made when it is sliced."""
 
-    dtype = torch.float32
-
     def __init__(self, size: int) -> None:
-        self.shape = (size,)
+        super().__init__("zeros", (size,), torch.float32)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return torch.zeros(self.shape)[index]
@@ -144,9 +142,11 @@ WRITER = """
 import os, sys, time
 import torch
 from sparseautomodel.save import appear_when_complete, write_tensors
+from sparseautomodel.checkpoint import LazyTensor
 
-class Slow:
-    shape, dtype = (1000,), torch.float32
+class Slow(LazyTensor):
+    def __init__(self):
+        super().__init__("slow", (1000,), torch.float32)
     def __getitem__(self, index):
         print("working", flush=True)
         time.sleep(0.05)
