@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ class Batches:
     num_tokens: int
     notes: tuple[str, ...] = ()
     """What happened to rows that are not in the batches as they were given."""
+    held_out: tuple[dict[str, Tensor], ...] = ()
+    """Rows of the data that come after those, one a batch; nothing above, nor the fingerprint, has to do with them."""
 
     @property
     def fingerprint(self) -> str:
@@ -54,6 +57,7 @@ def read_batches(
     num_samples: int = 512,
     max_length: int = 2048,
     batch_size: int = 8,
+    held_out: int = 0,
 ) -> Batches:
     """The first `num_samples` rows of `data`, cut to `max_length` tokens.
 
@@ -62,6 +66,7 @@ def read_batches(
             .json, .csv or .parquet; the name of a `datasets` data set, or one that is loaded; texts; dicts with
             `input_ids`, `text` or chat `messages`; or an iterable of ready batches such as a DataLoader.
         tokenizer: needed unless the rows have `input_ids`.
+        held_out: up to so many rows more, as the `held_out` of the result: to measure on what calibration has not seen.
 
     Raises:
         ValueError: no rows are left, a row cannot be read, or a tokenizer is missing; says which row and what to do.
@@ -71,19 +76,8 @@ def read_batches(
             f"num_samples={num_samples}, max_length={max_length} and batch_size={batch_size} must be 1 or more"
         )
     counts = {"empty": 0, "cut": 0, "single": 0}
-    rows: list[dict[str, Tensor]] = []
-    for row in _rows(data, tokenizer, max_length):
-        tokens = row["input_ids"].shape[-1] if "input_ids" in row else 1
-        if tokens == 0:
-            counts["empty"] += 1
-            continue
-        counts["single"] += tokens == 1 and "input_ids" in row
-        if tokens > max_length:
-            counts["cut"] += 1
-            row = {name: value[:max_length] if value.shape[:1] == (tokens,) else value for name, value in row.items()}
-        rows.append(row)
-        if len(rows) == num_samples:
-            break
+    found = _fitting(_rows(data, tokenizer, max_length), max_length, counts)
+    rows = list(itertools.islice(found, num_samples))
     if not rows:
         raise ValueError(f"no calibration rows are left ({counts['empty']} were empty): give data with tokens in it")
     notes = []
@@ -95,9 +89,26 @@ def read_batches(
         "single": "rows have one token only",
     }
     notes += [f"{counts[key]} {text}" for key, text in texts.items() if counts[key]]
+    more = tuple(_batched(list(itertools.islice(found, held_out)), 1))
     batches = tuple(_batched(rows, batch_size))
     tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
-    return Batches(batches, len(rows), tokens, tuple(notes))
+    return Batches(batches, len(rows), tokens, tuple(notes), more)
+
+
+def _fitting(
+    rows: Iterable[dict[str, Tensor]], max_length: int, counts: dict[str, int]
+) -> Iterator[dict[str, Tensor]]:
+    """The rows that have tokens, cut to `max_length`; what happened to them is counted."""
+    for row in rows:
+        tokens = row["input_ids"].shape[-1] if "input_ids" in row else 1
+        if tokens == 0:
+            counts["empty"] += 1
+            continue
+        counts["single"] += tokens == 1 and "input_ids" in row
+        if tokens > max_length:
+            counts["cut"] += 1
+            row = {name: value[:max_length] if value.shape[:1] == (tokens,) else value for name, value in row.items()}
+        yield row
 
 
 def _rows(data: Any, tokenizer: Any, max_length: int) -> Iterator[dict[str, Tensor]]:

@@ -68,8 +68,8 @@ class Statistic(Protocol):
     def update(self, inputs: Tensor) -> None:
         """Add inputs `[tokens, in_features]` of any float dtype, without padding."""
 
-    def state(self) -> dict[str, Tensor]:
-        """All there is to know, for `from_state` of the class."""
+    def divide(self, factors: Tensor) -> None:
+        """As if all inputs had been divided by `factors` `[in_features]`, which are > 0."""
 
 
 class Hessian:
@@ -127,6 +127,11 @@ class Hessian:
     def diagonal(self) -> Tensor:
         """`[in_features]` float32: the sum of squares of each column of the inputs."""
         return self.value.diagonal()
+
+    def divide(self, factors: Tensor) -> None:
+        """As if all inputs had been divided by `factors` `[in_features]`, which are > 0."""
+        inverse = 1 / factors.float()
+        self.value.mul_(inverse).mul_(inverse.unsqueeze(1))
 
     def merge(self, other: Hessian) -> None:
         """Add what `other` has seen, as if its inputs had come after those that are here."""
@@ -220,6 +225,11 @@ class ColumnNorm:
     def diagonal(self) -> Tensor:
         """The same: what `Hessian.diagonal` of these inputs is."""
         return self.value
+
+    def divide(self, factors: Tensor) -> None:
+        """As if all inputs had been divided by `factors` `[in_features]`, which are > 0."""
+        if self._sum is not None:
+            self._sum = self._sum / factors.double().square()
 
     def merge(self, other: ColumnNorm) -> None:
         """Add what `other` has seen."""

@@ -20,16 +20,16 @@ PACKAGE = ROOT / "sparseautomodel"
 ROWS = (
     ("__init__", "__main__"),
     ("console",),
-    ("auto", "oneshot", "inspection", "blocks", "residency"),
+    ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
     ("calibrated",),
-    ("verify", "report", "calibration", "walk"),
+    ("verify", "report", "calibration", "walk", "witness", "spill", "kv_cache"),
     ("plan",),
     ("checks",),
     ("recipe", "layers", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
     ("recipe_text", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("masks", "scales", "statistics", "threads"),
+    ("masks", "ranges", "scales", "smoothing", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")

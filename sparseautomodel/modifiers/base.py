@@ -93,6 +93,8 @@ class Modifier:
 
     needs_data: ClassVar[bool] = False
     """Whether calibration data is needed: then only `oneshot(data=...)` can run it."""
+    smooths: ClassVar[bool] = False
+    """Whether `smooth` moves size from a layer's inputs into its weights."""
 
     def __init_subclass__(cls, registered: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,6 +173,25 @@ class Modifier:
 
     def statistic(self, layer: Layer) -> Statistic | None:
         """A new, empty statistic to gather over the inputs of the layer; None: `apply` does the work, without data."""
+        return None
+
+    def smooth(
+        self,
+        weights: Sequence[Weight],
+        statistic: Any,
+        schemes: Sequence[QuantizationScheme | None],
+        allowed: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Factors `[in_features]` > 0, by which the inputs of `weights` are divided and their columns multiplied.
+
+        Called before any modifier changes the layers, where what makes their input can be divided too; nothing is
+        changed here. None leaves all as it is.
+
+        Args:
+            weights, statistic: as in `solve`.
+            schemes: how each layer will be stored, whoever quantizes it; None: dense.
+            allowed: the nearest factors that the producer of the input can hold (heads that share it have the same).
+        """
         return None
 
     def solve(self, weights: Sequence[Weight], statistic: Any) -> list[LayerError]:
