@@ -27,7 +27,9 @@ from sparseautomodel.console import (
     TrustRemoteCode,
     check_device,
     checked_source,
+    load_model,
     load_recipe,
+    load_tokenizer,
     print_json,
     print_plan,
     print_result,
@@ -235,10 +237,10 @@ def generate(
     """
     with working(as_json, traceback):
         hub = checked_source(path, subfolder, revision) | {"trust_remote_code": trust_remote_code}
-        tokenizer = _tokenizer(path, hub)
+        tokenizer = load_tokenizer(path, hub)
         if chat and not tokenizer.chat_template:
             raise typer.BadParameter(f"the tokenizer in {path} has no chat template", param_hint="--chat")
-        model = _model(path, recipe, execution, device, requantize, hub)
+        model = load_model(path, recipe, execution, device, requantize, hub)
         from transformers import TextStreamer
 
         if tokenizer.chat_template and chat is not False:
@@ -291,14 +293,33 @@ def eval_(
         except UnicodeDecodeError as error:
             raise ValueError(f"{text} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         hub = checked_source(path, subfolder, revision) | {"trust_remote_code": trust_remote_code}
-        tokenizer = _tokenizer(path, hub)
-        model = _model(path, recipe, execution, device, requantize, hub)
+        tokenizer = load_tokenizer(path, hub)
+        model = load_model(path, recipe, execution, device, requantize, hub)
         from sparseautomodel.report import perplexity
 
         found = perplexity(model, tokenizer, content, window=window, stride=stride, max_tokens=max_tokens)
         if not math.isfinite(found.value):
             raise ValueError(f"the perplexity is {found.value}: {path} gives logits that are not finite")
     print_result(found, as_json)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="What oneshot wrote.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page.  [default: DIR/compression_report.html]")
+    ] = None,
+    traceback: Traceback = False,
+) -> None:
+    """Write one HTML page about a compressed model.
+
+    Sizes, verdict, errors, schemes, zeros, time and memory, from compression_report.json; it needs no network. Prints
+    where the page is.
+    """
+    with working(False, traceback):
+        from sparseautomodel.report_page import write_report
+
+        typer.echo(write_report(folder, output))
 
 
 @recipes_app.callback()
@@ -365,32 +386,6 @@ def check(
         fits = "is a valid recipe" if model is None else f"{'fits' if ok else 'does not fit'} {model}"
         typer.echo("\n".join([*lines, f"{'the recipe' if chr(10) in recipe else recipe} {fits}"]))
     raise typer.Exit(0 if ok else 1)
-
-
-def _tokenizer(path: str, hub: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, **hub)
-
-
-def _model(
-    path: str, recipe: str | None, execution: str, device: str | None, requantize: bool, hub: dict[str, Any]
-) -> Any:
-    """The model, loaded as `from_pretrained` does; what the load did is said on stderr."""
-    from sparseautomodel.auto import SparseAutoModelForCausalLM  # type: ignore[attr-defined]
-
-    check_device(device)
-    model = SparseAutoModelForCausalLM.from_pretrained(
-        path,
-        recipe=None if recipe is None else load_recipe(recipe),
-        execution=execution,
-        device_map=device,
-        requantize=requantize,
-        **hub,
-    )
-    if hasattr(model, "load_report"):
-        typer.echo(str(model.load_report), err=True)
-    return model
 
 
 if __name__ == "__main__":

@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 
-from sparseautomodel.architecture import Architecture, expert_merges
+from sparseautomodel.architecture import Architecture
 from sparseautomodel.calibration import Batches
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
-from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.layers import quantization_of
-from sparseautomodel.modifiers import Layer, Modifier, Weight
+from sparseautomodel.modifiers import Layer, Modifier
 from sparseautomodel.plan import Plan
-from sparseautomodel.quantizer import put_experts
 from sparseautomodel.report import versions
+from sparseautomodel.solving import OUTSIDE, Solving
+from sparseautomodel.spill import Spill
 from sparseautomodel.statistics import LayerError
 from sparseautomodel.transform import LayerPlan, scan, transform
-from sparseautomodel.walk import Callbacks, LayerSet, find_blocks, walk
+from sparseautomodel.walk import Room, find_blocks, walk
+from sparseautomodel.witness import ROWS, Quality
 
 FINGERPRINT = "fingerprint.json"
 
@@ -45,17 +44,23 @@ class Calibrated:
 
     tensors: dict[str, LazyTensor]
     errors: list[LayerError]
+    """Of each layer that data has changed, in the order in which they were solved."""
+    blocks: list[dict[str, Any]]
+    """Of each block: name, relative squared error of its output (nan where no row was left to see), seconds."""
+    quality: Quality | None
+    """The check of the whole model; None where no row was left for it."""
     batches: Batches
+    seconds: float
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "num_samples": self.batches.num_samples,
             "num_tokens": self.batches.num_tokens,
             "fingerprint": self.batches.fingerprint,
-            "layers": [
-                {key: None if value != value else value for key, value in asdict(error).items()}  # JSON has no nan
-                for error in self.errors
-            ],
+            "seconds": self.seconds,
+            "verdict": None if self.quality is None else self.quality.to_dict(),
+            "blocks": [_strict(block) for block in self.blocks],
+            "layers": [_strict(asdict(error)) for error in self.errors],
         }
 
 
@@ -67,16 +72,18 @@ def calibrate(
     scratch: Path,
     device: torch.device,
     resume: bool = False,
+    budget: int = 1 << 30,
 ) -> Calibrated:
     """The checkpoint that the plan makes of `checkpoint`, its blocks solved with the batches; and each layer's error.
 
     Args:
         scratch: a folder for finished blocks, on the disk of the result.
         resume: take the blocks that are there already from a run with the same inputs.
+        budget: bytes of calibration state in memory (activations that wait, statistics); more waits in `scratch`.
 
     Raises:
-        ValueError: a layer that needs data lies outside the blocks, the model's forward passes a block by, or `resume`
-            is set and the folder is of a run with other inputs.
+        ValueError: the source is compressed, the model's forward passes a block by, or `resume` is set and the folder
+            is of a run with other inputs.
     """
     assert plan.recipe is not None
     if quantization_of(architecture.config) is not None:
@@ -84,43 +91,102 @@ def calibrate(
             f"{plan.source} is compressed, and calibration runs the dense model. Write its dense values first: "
             "from_pretrained(path, execution='dense').save_pretrained(folder), then calibrate the folder"
         )
+    started = time.perf_counter()
     source = [(name, tensor.shape, str(tensor.dtype), tensor.file) for name, tensor in checkpoint.items()]
     stamps = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in checkpoint.files]
     _open_scratch(scratch, resume, model=[source, stamps], recipe=plan.recipe.to_dict(), data=batches.fingerprint)
-    model = _hollow_model(architecture)
     plans = scan(plan.layers, checkpoint)
     by_path = {path_of(item.layer): item for item in plans}
-    blocks = find_blocks(model, list(by_path))
-    inside = {block: [path for path in by_path if path.startswith(f"{block}.")] for block in blocks}
-    covered = {path for paths in inside.values() for path in paths}
-    outside = [item for path, item in by_path.items() if path not in covered]
-    lonely = [item.layer.name for item in outside if any(modifier.needs_data for modifier in item.modifiers)]
-    if lonely:
-        raise ValueError(f"{', '.join(lonely)} lie outside the blocks and cannot be calibrated: put them in ignore")
     modifiers = _in_order(plan.recipe.modifiers, plan.layers, plans)
-    work = _Blocks(checkpoint, architecture, model, by_path, modifiers, blocks, scratch, device)
-    work.load_outside()
+    work = Solving(checkpoint, architecture, by_path, modifiers, scratch, device)
+    blocks = find_blocks(work.model, list(by_path))
+    inside = {block: [path for path in by_path if path.startswith(f"{block}.")] for block in blocks}
+    apart = [path for path in by_path if not any(path.startswith(f"{block}.") for block in blocks)]
+    lonely = [path for path in apart if any(modifier.needs_data for modifier in by_path[path].modifiers)]
+    work.load_outside(blocks)
+    witnesses = batches.held_out or [_first_row(batch) for batch in batches.batches[-ROWS:]]
+    work.comparison.seen = not batches.held_out
+    rest = _outside_without_data(work, [by_path[path] for path in apart if path not in lonely], device)
+    known = _finished(scratch)
+    for path in lonely:
+        if set(by_path[path].outputs()) <= set(known):
+            work.change_outside(path, known)
     with tqdm(total=len(blocks), desc="Calibrating", unit="block", disable=None) as bar:
-        work.bar = bar
-        walk(model, [_to(batch, device) for batch in batches.batches], blocks, inside, work)
-    done = open_files(sorted(str(file) for file in scratch.glob("*.safetensors")))
-    kept = work.outside_tensors()
-    rest = {name: kept.get(name, tensor) for name, tensor in checkpoint.items()}
-    rest = transform(rest, outside, (), device)
-    result: dict[str, LazyTensor] = {}
-    sources = {item.source: item for item in plans if path_of(item.layer) in covered}
-    for name, tensor in rest.items():
-        if name in sources:
-            result |= {output: done[output] for output in sources[name].outputs()}
-        else:
-            result[name] = done.get(name, tensor)
-    return Calibrated(result, work.errors, batches)
+        work.progress = bar.update
+        walk(
+            work.model,
+            [_to(batch, device) for batch in batches.batches],
+            blocks,
+            inside,
+            work,
+            outside=[path for path in lonely if not set(by_path[path].outputs()) <= set(known)],
+            witnesses=[_to(row, device) for row in witnesses],
+            room=Room(Spill(scratch, budget), budget),
+        )
+    work.finish(OUTSIDE)
+    return Calibrated(
+        tensors=_result(checkpoint, work.outside_tensors() | rest, _finished(scratch), plans),
+        errors=work.errors,
+        blocks=[
+            {"name": block, "error": work.comparison.error(block), "seconds": work.seconds.get(block, math.nan)}
+            for block in blocks
+        ],
+        quality=work.comparison.quality(),
+        batches=batches,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def scratch_of(output: str | os.PathLike[str]) -> Path:
     """The folder beside `output` in which finished blocks wait for the rest, also after a run was killed."""
     output = Path(output).absolute()
     return output.parent / f".{output.name}.blocks"
+
+
+def path_of(layer: Layer) -> str:
+    """Name of the module that has the layer's weight; experts have one each here."""
+    found = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
+    return f"{layer.module}.{found[1]}" if found else layer.module
+
+
+def _outside_without_data(work: Solving, plans: Sequence[LayerPlan], device: torch.device) -> dict[str, LazyTensor]:
+    """What the layers outside the blocks become that need no data, as tensors in memory; the model has it from here."""
+    if any(work.model.get_parameter(f"{path_of(plan.layer)}.weight").is_meta for plan in plans):
+        work.load_head()
+    wanted, reads = {plan.source for plan in plans}, Reads()
+    sources = {name: tensor for name, tensor in work.outside_tensors().items() if name in wanted}
+    changed = transform(sources, plans, (), device)
+    stored: dict[str, LazyTensor] = {}
+    for name, tensor in changed.items():
+        value = tensor[...]
+        stored[name] = StoredTensor(name, tuple(value.shape), value.dtype, "memory", value, reads)
+    for plan in plans:
+        work.change_outside(path_of(plan.layer), stored)
+    return stored
+
+
+def _result(
+    checkpoint: Checkpoint,
+    outside: Mapping[str, LazyTensor],
+    done: Mapping[str, LazyTensor],
+    plans: Sequence[LayerPlan],
+) -> dict[str, LazyTensor]:
+    """The new checkpoint in the order of the old one."""
+    by_source: dict[str, list[LayerPlan]] = {}
+    for plan in plans:
+        by_source.setdefault(plan.source, []).append(plan)
+    result: dict[str, LazyTensor] = {}
+    known = {**outside, **done}
+    for name, tensor in checkpoint.items():
+        for plan in by_source.get(name, ()):
+            result |= {output: known[output] for output in plan.outputs()}
+        if all(f"{plan.layer.name}.weight" != name for plan in by_source.get(name, ())):
+            result[name] = known.get(name, tensor)
+    return result
+
+
+def _finished(scratch: Path) -> dict[str, LazyTensor]:
+    return dict(open_files(sorted(str(file) for file in scratch.glob("*.safetensors"))))
 
 
 def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
@@ -148,166 +214,6 @@ def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
     path.write_text(json.dumps(wanted, indent=2))
 
 
-def path_of(layer: Layer) -> str:
-    """Name of the module that has the layer's weight; experts have one each here."""
-    found = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
-    return f"{layer.module}.{found[1]}" if found else layer.module
-
-
-class _Blocks(Callbacks):
-    """Reads blocks, solves their layers by the plan, stores what they have become."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        architecture: Architecture,
-        model: PreTrainedModel,
-        plans: Mapping[str, LayerPlan],
-        modifiers: Sequence[Modifier],
-        blocks: Sequence[str],
-        scratch: Path,
-        device: torch.device,
-    ) -> None:
-        self._checkpoint, self._model, self._plans, self._blocks = checkpoint, model, plans, blocks
-        self._scratch, self._device, self._modifiers = scratch, device, modifiers
-        self._names = _tensor_names(checkpoint, architecture)
-        self._results: dict[str, Tensor] = {}
-        self.errors: list[LayerError] = []
-        self.bar: Any = None
-
-    def load_outside(self) -> None:
-        """Read what lies outside the blocks, but for the head, which no forward reaches."""
-        head = self._model.get_output_embeddings()
-        for name, _ in list(self._model.named_parameters()):
-            inside = any(name.startswith(f"{block}.") for block in self._blocks)
-            owner = self._model.get_submodule(name.rpartition(".")[0])
-            if not inside and owner is not head and name in self._names:
-                self._put(name, self._checkpoint[self._names[name]][...])
-        for name, buffer in list(self._model.named_buffers()):
-            stored = self._names.get(name)
-            value = buffer if stored is None else self._checkpoint[stored][...]
-            owner = self._model.get_submodule(name.rpartition(".")[0])
-            owner._buffers[name.rpartition(".")[2]] = value.to(self._device)
-
-    def outside_tensors(self) -> dict[str, LazyTensor]:
-        """What was read outside the blocks, as tensors in memory, so that it is not read again to be written."""
-        reads = Reads()
-        values = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        return {
-            name: StoredTensor(name, tuple(value.shape), value.dtype, "memory", value.detach(), reads)
-            for parameter, name in self._names.items()
-            if (value := values.get(parameter)) is not None and not value.is_meta
-        }
-
-    def enter(self, block: str) -> bool:
-        finished = self._scratch / f"{block}.safetensors"
-        known = open_files([str(finished)]) if finished.is_file() else None
-        for name, _ in list(self._model.get_submodule(block).named_parameters(prefix=block)):
-            path = name.rpartition(".")[0]
-            if known is not None and path in self._plans and name.endswith(".weight"):
-                self._put(name, self._dense(self._plans[path], known))
-            elif known is not None:
-                self._put(name, known[self._names[name]][...])
-            else:
-                self._put(name, self._checkpoint[self._names[name]][...])
-        return known is None
-
-    def gather(self, names: Sequence[str]) -> list[Any]:
-        found: dict[Any, Any] = {}
-        for name in names:
-            plan = self._plans[name]
-            for modifier in plan.modifiers:
-                statistic = modifier.statistic(plan.layer)
-                if statistic is not None:
-                    found.setdefault(type(statistic), statistic)
-        return list(found.values())
-
-    def solve(self, layers: LayerSet) -> None:
-        plans = [self._plans[name] for name in layers.names]
-        weights = {
-            plan.layer.name: self._weight(name, plan.layer) for name, plan in zip(layers.names, plans, strict=True)
-        }
-        by_type = {type(statistic): statistic for statistic in layers.statistics}
-        for modifier in self._modifiers:
-            mine = [weights[plan.layer.name] for plan in plans if any(modifier is one for one in plan.modifiers)]
-            if not mine:
-                continue
-            modifier.share_global_scale(mine)
-            statistic = modifier.statistic(mine[0].layer)
-            if statistic is None:
-                for weight in mine:
-                    modifier.apply(weight)
-            else:
-                self.errors += modifier.solve(mine, by_type[type(statistic)])
-        for name, plan in zip(layers.names, plans, strict=True):
-            self._store(name, plan, weights[plan.layer.name])
-
-    def leave(self, block: str) -> None:
-        for name, value in list(self._model.get_submodule(block).named_parameters(prefix=block)):
-            if name.rpartition(".")[0] not in self._plans or not name.endswith(".weight"):
-                self._results[self._names[name]] = value.detach().cpu().contiguous()
-            self._put(name, torch.empty_like(value, device="meta"))
-        finished = self._scratch / f"{block}.safetensors"
-        if not finished.is_file():
-            partial = finished.with_suffix(".partial")
-            save_file(self._results, partial)
-            partial.replace(finished)
-        self._results = {}
-        self.bar.update()
-
-    def _weight(self, path: str, layer: Layer) -> Weight:
-        """The layer's dense values. Zeros that they have already stay zeros, whoever made them."""
-        stored = self._model.get_parameter(f"{path}.weight").detach()
-        values = (stored.t() if layer.transposed else stored).clone()
-        keep = values != 0
-        return Weight(layer, values, keep=None if keep.all() else keep)
-
-    def _store(self, path: str, plan: LayerPlan, weight: Weight) -> None:
-        """Keep what is stored for the layer, and run on with exactly what will be read back."""
-        outputs = {
-            name: torch.empty(shape, dtype=dtype, device=self._device)
-            for name, (shape, dtype) in plan.outputs().items()
-        }
-        plan.store(weight, outputs)
-        self._results |= {name: value.cpu() for name, value in outputs.items()}
-        self._put(f"{path}.weight", self._dense(plan, outputs))
-
-    def _dense(self, plan: LayerPlan, stored: Mapping[str, Any]) -> Tensor:
-        parts = {name.rpartition(".")[2]: stored[name][...] for name in plan.outputs()}
-        if plan.scheme is None:
-            return parts["weight"]
-        return storage.decode(parts, plan.scheme, dtype=plan.layer.dtype)
-
-    def _put(self, name: str, value: Tensor) -> None:
-        path, _, attribute = name.rpartition(".")
-        place = value if value.is_meta else value.to(self._device)
-        self._model.get_submodule(path)._parameters[attribute] = nn.Parameter(place, requires_grad=False)
-
-
-def _hollow_model(architecture: Architecture) -> PreTrainedModel:
-    """The model with real buffers, and parameters on the meta device; experts with a layer for each projection."""
-    with no_init_weights(), init_empty_weights(include_buffers=False):
-        model = architecture.model_class(architecture.config)
-    with torch.device("meta"):
-        for name, merged in expert_merges(model).items():
-            put_experts(model, name, [], merged)
-    return model.eval()
-
-
-def _tensor_names(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
-    """Parameter or buffer of the hollow model -> the checkpoint tensor that fills it."""
-    names = {}
-    for name in checkpoint:
-        parameter = architecture.parameters.get(name)
-        if parameter is None:
-            continue
-        if name in architecture.merged:
-            found = re.match(r".*\.(\d+\.[^.]+(?:\..+)?)$", name)
-            parameter = f"{parameter.rpartition('.')[0]}.{found[1]}" if found else parameter
-        names[parameter] = name
-    return names
-
-
 def _in_order(recipe: Sequence[Modifier], planned: Sequence[LayerPlan], scanned: Sequence[LayerPlan]) -> list[Modifier]:
     """The scanned modifiers in the order of the recipe, whichever of them a layer has."""
     found: dict[int, Modifier] = {}
@@ -318,6 +224,16 @@ def _in_order(recipe: Sequence[Modifier], planned: Sequence[LayerPlan], scanned:
 
 def _to(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) for name, value in batch.items()}
+
+
+def _first_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    rows = len(next(iter(batch.values())))
+    return {name: value[:1] if len(value) == rows else value for name, value in batch.items()}
+
+
+def _strict(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nan, which JSON does not have."""
+    return {key: None if value != value else value for key, value in values.items()}
 
 
 def _digest(value: Any) -> str:

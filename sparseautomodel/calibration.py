@@ -6,23 +6,18 @@ no statistic.
 
 from __future__ import annotations
 
-import csv
 import hashlib
+import inspect
 import itertools
-import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from pydoc_data import topics
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-READERS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-TEXT_KEYS = ("text", "content", "prompt", "sentence")
-CHAT_KEYS = ("messages", "conversations", "conversation")
+from sparseautomodel.rows import MASKS, Row, read_rows, tokens_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,7 @@ def read_batches(
     data: Any = None,
     tokenizer: Any = None,
     *,
+    model: nn.Module | None = None,
     num_samples: int = 512,
     max_length: int = 2048,
     batch_size: int = 8,
@@ -64,8 +60,13 @@ def read_batches(
     Args:
         data: None for prose that every CPython carries; a path to .txt (one running text, cut into rows), .jsonl,
             .json, .csv or .parquet; the name of a `datasets` data set, or one that is loaded; texts; dicts with
-            `input_ids`, `text` or chat `messages`; or an iterable of ready batches such as a DataLoader.
-        tokenizer: needed unless the rows have `input_ids`.
+            `input_ids`, `text` or chat `messages`; or an iterable of ready batches such as a DataLoader. A dict with
+            `input_ids` `[tokens]` is one row. With `[rows, tokens]`, or without `input_ids`, it is a batch: other
+            inputs, such as images, stay with their rows.
+        tokenizer: needed unless the rows have `input_ids`; a processor for messages with images.
+        model: what the rows are for; it needs no weights. Columns that its forward does not take are left out, rows are
+            cut to the positions that it has, and the decoder of an encoder-decoder gets the row's `labels`, or the same
+            text as the encoder.
         held_out: up to so many rows more, as the `held_out` of the result: to measure on what calibration has not seen.
 
     Raises:
@@ -75,166 +76,121 @@ def read_batches(
         raise ValueError(
             f"num_samples={num_samples}, max_length={max_length} and batch_size={batch_size} must be 1 or more"
         )
-    counts = {"empty": 0, "cut": 0, "single": 0}
-    found = _fitting(_rows(data, tokenizer, max_length), max_length, counts)
+    limit = min([max_length, *_positions(model, tokenizer)])
+    left = _Left()
+    found = _fitting(read_rows(data, tokenizer, limit), model, limit, left)
     rows = list(itertools.islice(found, num_samples))
+    notes = [f"{len(rows)} rows were found, {num_samples} were asked for"] if len(rows) < num_samples else []
+    notes += left.notes(limit)
     if not rows:
-        raise ValueError(f"no calibration rows are left ({counts['empty']} were empty): give data with tokens in it")
-    notes = []
-    if len(rows) < num_samples:
-        notes.append(f"{len(rows)} rows were found, {num_samples} were asked for")
-    texts = {
-        "empty": "empty rows were left out",
-        "cut": f"rows were cut to {max_length} tokens",
-        "single": "rows have one token only",
-    }
-    notes += [f"{counts[key]} {text}" for key, text in texts.items() if counts[key]]
-    more = tuple(_batched(list(itertools.islice(found, held_out)), 1))
+        raise ValueError(f"no calibration rows are left ({'; '.join(notes)}): give data with tokens in it")
     batches = tuple(_batched(rows, batch_size))
     tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
-    return Batches(batches, len(rows), tokens, tuple(notes), more)
+    return Batches(batches, len(rows), tokens, tuple(notes), tuple(itertools.islice(found, held_out)))
 
 
-def _fitting(
-    rows: Iterable[dict[str, Tensor]], max_length: int, counts: dict[str, int]
-) -> Iterator[dict[str, Tensor]]:
-    """The rows that have tokens, cut to `max_length`; what happened to them is counted."""
+def _positions(model: nn.Module | None, tokenizer: Any) -> Iterator[int]:
+    """Limits on the length of a row, where they are known."""
+    if model is not None:
+        config: Any = model.config
+        known = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(known, int) and known > 0:
+            yield known
+        # What the model has may include positions that stand for padding.
+        yield getattr(tokenizer, "model_max_length", known or sys.maxsize)
+
+
+@dataclass
+class _Left:
+    """What became of rows that are not as they were given."""
+
+    empty: int = 0
+    long: int = 0
+    cut: int = 0
+    single: int = 0
+    unknown: set[str] = field(default_factory=set)
+
+    def notes(self, limit: int) -> list[str]:
+        texts = (
+            (self.empty, "empty rows were left out"),
+            (self.long, f"rows with other inputs than tokens are longer than {limit} tokens and were left out"),
+            (self.cut, f"rows were cut to {limit} tokens"),
+            (self.single, "rows have one token only"),
+        )
+        found = [f"{count} {text}" for count, text in texts if count]
+        if self.unknown:
+            found.append(f"left out, since the model's forward does not take them: {', '.join(sorted(self.unknown))}")
+        return found
+
+
+def _fitting(rows: Iterable[Row], model: nn.Module | None, limit: int, left: _Left) -> Iterator[Row]:
+    """The rows that have tokens, as the model takes them; what happened to them is counted."""
+    takes = _parameters(model)
     for row in rows:
-        tokens = row["input_ids"].shape[-1] if "input_ids" in row else 1
+        labels = row.pop("labels", None)
+        tokens = row["input_ids"].shape[1] if "input_ids" in row else None
         if tokens == 0:
-            counts["empty"] += 1
+            left.empty += 1
             continue
-        counts["single"] += tokens == 1 and "input_ids" in row
-        if tokens > max_length:
-            counts["cut"] += 1
-            row = {name: value[:max_length] if value.shape[:1] == (tokens,) else value for name, value in row.items()}
-        yield row
+        if model is not None and "decoder_input_ids" in takes:
+            row = _with_decoder_inputs(row, labels, model)
+        unknown = [name for name in row if takes and name not in takes]
+        left.unknown.update(unknown)
+        row = {name: value for name, value in row.items() if name not in unknown}
+        if not row:
+            raise ValueError(f"the model's forward takes none of {', '.join(unknown)}. It takes {', '.join(takes)}")
+        cut = _cut(row, limit)
+        if cut is None:
+            left.long += 1
+            continue
+        left.cut += any(cut[name].shape != row[name].shape for name in row)
+        left.single += tokens == 1
+        yield cut
 
 
-def _rows(data: Any, tokenizer: Any, max_length: int) -> Iterator[dict[str, Tensor]]:
-    """Rows as dicts of tensors without a batch dimension."""
-    if data is None:
-        data = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-        yield from _windows(data, tokenizer, max_length)
-        return
-    if isinstance(data, (str, os.PathLike)):
-        path = Path(data)
-        if path.suffix == ".txt" and path.is_file():
-            yield from _windows(path.read_text(encoding="utf-8"), tokenizer, max_length)
-            return
-        data = _read_file(path) if path.suffix in READERS else _read_dataset(str(data))
-    if isinstance(data, Mapping):
-        data = [data]
-    for number, row in enumerate(data):
-        yield from _tokenized(row, number, tokenizer)
+def _parameters(model: nn.Module | None) -> Sequence[str]:
+    """What the model's forward takes by name; nothing where it takes anything, or is not known."""
+    if model is None:
+        return ()
+    kinds = inspect.signature(model.forward).parameters
+    return [name for name, kind in kinds.items() if kind.kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)]
 
 
-def _windows(text: str, tokenizer: Any, max_length: int) -> Iterator[dict[str, Tensor]]:
-    ids = _needed(tokenizer)(text, add_special_tokens=False, verbose=False)["input_ids"]
-    for start in range(0, len(ids), max_length):
-        yield {"input_ids": torch.tensor(ids[start : start + max_length])}
-
-
-def _read_file(path: Path) -> Iterable[Any]:
-    if not path.is_file():
-        raise ValueError(f"calibration data: there is no file {path.absolute()}")
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            raise ValueError(
-                f"calibration data: {path} must hold a list of texts or objects, not a {type(rows).__name__}"
-            )
-        return rows
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow") from error
-    return parquet.read_table(path).to_pylist()
-
-
-def _read_dataset(name: str) -> Iterable[Any]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
+def _with_decoder_inputs(row: Row, labels: Tensor | None, model: nn.Module) -> Row:
+    """Teacher forcing: the decoder reads the labels, or else what the encoder reads, shifted by one."""
+    config: Any = model.config
+    if not config.is_encoder_decoder or "decoder_input_ids" in row or "decoder_inputs_embeds" in row:
+        return row
+    given = labels[labels >= 0][None] if labels is not None and labels.ndim == 2 else row.get("input_ids")
+    if given is None:
         raise ValueError(
-            f"calibration data {name!r} is neither a file ({', '.join(READERS)}) nor, without the datasets package, "
-            "the name of a data set. For texts pass a list: data=[text]"
-        ) from error
-    return load_dataset(name, split="train")
+            f"{type(model).__name__} has a decoder, and the rows have only {', '.join(row)}: add labels or "
+            "decoder_input_ids to each row"
+        )
+    starts = (getattr(config, f"{kind}_token_id", None) for kind in ("decoder_start", "pad", "bos"))
+    start = next((token for token in starts if token is not None), 0)
+    return row | {"decoder_input_ids": torch.cat([given.new_full((1, 1), start), given[:, :-1]], dim=1)}
 
 
-def _tokenized(row: Any, number: int, tokenizer: Any) -> Iterator[dict[str, Tensor]]:
-    if isinstance(row, str):
-        yield {"input_ids": _ids(_needed(tokenizer)(row, verbose=False))}
-        return
-    if isinstance(row, Mapping):
-        row = dict(row)
-        if "input_ids" in row:
-            yield from _unpadded({name: torch.as_tensor(value) for name, value in row.items() if _is_numeric(value)})
-            return
-        chat = next((row[key] for key in CHAT_KEYS if key in row), None)
-        if chat is not None:
-            yield {"input_ids": _ids(_needed(tokenizer).apply_chat_template(chat, tokenize=True, return_dict=True))}
-            return
-        text = next((row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)), None)
-        if text is not None:
-            yield {"input_ids": _ids(_needed(tokenizer)(text, verbose=False))}
-            return
-        if row and all(isinstance(value, Tensor) for value in row.values()):
-            yield {name: value[0] if value.shape[:1] == (1,) else value for name, value in row.items()}
-            return
-    raise ValueError(
-        f"calibration row {number} is a {type(row).__name__}"
-        + (f" with keys {sorted(row)}" if isinstance(row, Mapping) else "")
-        + f"; it must be a text, or a dict with input_ids, one of {', '.join(TEXT_KEYS)}, or chat {CHAT_KEYS[0]}"
-    )
+def _cut(row: Row, limit: int) -> Row | None:
+    """The row with no more than `limit` tokens; None where its tokens belong to other inputs, such as images."""
+    lengths = {ids: row[ids].shape[1] for ids in MASKS if ids in row}
+    if all(length <= limit for length in lengths.values()):
+        return row
+    if any(tokens_of(name, value, row) is None for name, value in row.items()):
+        return None
+    return {name: value[:, :limit] for name, value in row.items()}
 
 
-def _unpadded(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The rows of a ready batch, each without its masked tokens."""
-    ids = batch["input_ids"]
-    if ids.ndim == 1:
-        batch = {name: value[None] if value.shape[:1] == ids.shape else value for name, value in batch.items()}
-        ids = batch["input_ids"]
-    mask = batch.pop("attention_mask", torch.ones_like(ids)).bool()
-    for row in range(ids.shape[0]):
-        kept = mask[row]
-        yield {
-            name: value[row][kept] if value.shape[:2] == ids.shape else value[row]
-            for name, value in batch.items()
-            if name != "labels" and value.shape[:1] == ids.shape[:1]
-        }
-
-
-def _batched(rows: Sequence[dict[str, Tensor]], batch_size: int) -> Iterator[dict[str, Tensor]]:
+def _batched(rows: Sequence[Row], batch_size: int) -> Iterator[dict[str, Tensor]]:
     """Rows of one shape together, in the order in which each shape first came."""
-    alike: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}
+    alike: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        key = tuple((name, tuple(row[name].shape), row[name].dtype) for name in sorted(row))
+        key: tuple[Any, ...] = tuple((name, tuple(row[name].shape), row[name].dtype) for name in sorted(row))
+        if any(len(value) != 1 for value in row.values()):
+            key = (*key, len(alike))  # inputs that are not one a row cannot be put together
         alike.setdefault(key, []).append(row)
     for group in alike.values():
         for start in range(0, len(group), batch_size):
             part = group[start : start + batch_size]
-            yield {name: torch.stack([row[name] for row in part]) for name in part[0]}
-
-
-def _ids(encoded: Any) -> Tensor:
-    ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-    return ids[0] if ids.ndim == 2 else ids
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, (Tensor, list, tuple)) and not (
-        isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value)
-    )
-
-
-def _needed(tokenizer: Any) -> Any:
-    if tokenizer is None:
-        raise ValueError("calibration text needs a tokenizer: pass tokenizer=AutoTokenizer.from_pretrained(...)")
-    return tokenizer
+            yield {name: torch.cat([row[name] for row in part]) for name in part[0]}

@@ -51,12 +51,15 @@ def unmatched_targets(modifier: Modifier, layers: Sequence[Layer]) -> list[str]:
 
 def needs_data(modifiers: Sequence[Modifier]) -> list[str]:
     """What works with statistics of a layer's inputs cannot be done while a checkpoint is loaded."""
-    return [
-        f"{type(modifier).__name__} needs calibration data: the statistics it works with are not in a dense "
-        "checkpoint. Run oneshot(path, recipe, data=..., output=folder), or take a data-free recipe such as w4a16"
-        for modifier in modifiers
-        if modifier.needs_data
-    ]
+    problems = []
+    for modifier in modifiers:
+        if modifier.needs_data:
+            instead = getattr(modifier, "without_data", lambda: None)() or "a data-free recipe such as w4a16"
+            problems.append(
+                f"{type(modifier).__name__} needs calibration data: the statistics it works with are not in a dense "
+                f"checkpoint. Run oneshot(path, recipe, data=..., output=folder), or take {instead}"
+            )
+    return problems
 
 
 def selects_nothing(modifier: Modifier, selected: Sequence[Layer], layers: Sequence[Layer]) -> list[str]:
@@ -197,6 +200,12 @@ def storable(plans: Sequence[LayerPlan], architecture: Architecture) -> list[str
             f"compressed-tensors cannot store {kinds} layers quantized: {names}. They can be pruned; put them in "
             "ignore of the quantizing modifier"
         )
+    embeddings = [plan.layer.name for plan in plans if plan.layer.role == "embedding" and _observes(plan)]
+    if embeddings:
+        problems.append(
+            f"the inputs of an embedding are token ids and have no scale: {_few(embeddings)}. Give it a scheme without "
+            "input_activations"
+        )
     for plan in plans:
         quantizing = [type(modifier).__name__ for modifier in plan.modifiers if modifier.scheme_of(plan.layer)]
         if len(quantizing) > 1:
@@ -204,6 +213,10 @@ def storable(plans: Sequence[LayerPlan], architecture: Architecture) -> list[str
                 f"{plan.layer.name} is quantized twice, by {' and '.join(quantizing)}: ignore it in one of them"
             )
     return problems
+
+
+def _observes(plan: LayerPlan) -> bool:
+    return any(modifier.input_range(plan.layer) is not None for modifier in plan.modifiers)
 
 
 def fused(plans: Sequence[LayerPlan], layers: Sequence[Layer]) -> list[str]:

@@ -137,6 +137,33 @@ def load_recipe(form: str) -> Recipe:
         return Recipe.load(form)
 
 
+def load_tokenizer(path: str, hub: dict[str, Any]) -> Any:
+    """The tokenizer of the folder or hub id."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, **hub)
+
+
+def load_model(
+    path: str, recipe: str | None, execution: str, device: str | None, requantize: bool, hub: dict[str, Any]
+) -> Any:
+    """The model, loaded as `from_pretrained` does; what the load did is said on stderr."""
+    from sparseautomodel.auto import SparseAutoModelForCausalLM  # type: ignore[attr-defined]
+
+    check_device(device)
+    model = SparseAutoModelForCausalLM.from_pretrained(
+        path,
+        recipe=None if recipe is None else load_recipe(recipe),
+        execution=execution,
+        device_map=device,
+        requantize=requantize,
+        **hub,
+    )
+    if hasattr(model, "load_report"):
+        typer.echo(str(model.load_report), err=True)
+    return model
+
+
 def shipped() -> dict[str, Path]:
     """`recipe.shipped`, without the seconds that importing `recipe` takes."""
     inside = Path(__file__).parent / "recipes"

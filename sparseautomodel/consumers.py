@@ -14,6 +14,7 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer
+from sparseautomodel.modifiers.group_keys import observes_inputs
 
 TRANSFORMERS = "transformers 5.24 + compressed-tensors 0.20.1"
 VLLM_CPU = "vLLM 0.32 on a CPU"
@@ -78,6 +79,11 @@ LIMITS = (
             and scheme.weights.strategy == "block"
             and any(size > block for size, block in zip(layer.shape, scheme.weights.block_structure, strict=True))
         ),
+    ),
+    Limit(
+        TRANSFORMERS,
+        "experts with scales of their inputs: it leaves them out, with a warning, and does not round the inputs",
+        lambda scheme, layer: layer.expert and observes_inputs(scheme),
     ),
     Limit(
         TRANSFORMERS,

@@ -37,6 +37,7 @@ from sparseautomodel.report import Report, model_card, peak_nbytes
 from sparseautomodel.save import appear_when_complete, copy_side_files, parse_size, write_json, write_tensors
 from sparseautomodel.transform import LayerPlan
 from sparseautomodel.verify import REPORT_NAME, VerificationError, verify
+from sparseautomodel.witness import ROWS
 
 CONFIG_KEYS = (*HUB_KEYS, "subfolder")
 
@@ -55,6 +56,7 @@ def oneshot(
     resume: bool = False,
     seed: int = 0,
     requantize: bool = False,
+    memory_budget: int | str = "1GB",
     max_shard_size: int | str = "5GB",
     trust_remote_code: bool | None = None,
     **kwargs: Any,
@@ -72,6 +74,9 @@ def oneshot(
         resume: go on with the blocks that a killed run with the same model, recipe and data has finished.
         seed: set before calibration, for models that draw random numbers.
         device: where the modifiers run; the CPU by default.
+        memory_budget: of calibration state in memory, a number of bytes or text: inputs that wait for others, and
+            statistics. Inputs above it wait in a file beside `output`; and where even the forwards of one block do not
+            fit, blocks are run more often, for one batch after another, with the same result.
         requantize: allow a source that is already compressed: it is decoded and compressed anew.
         max_shard_size: size of a file of weights, as a number of bytes or text such as "5GB".
         kwargs: subfolder, revision, variant, token, ... of the source.
@@ -112,11 +117,19 @@ def oneshot(
     with appear_when_complete(output, plan.nbytes_after) as folder:
         if calibrating:
             reader = tokenizer or _tokenizer(model, trust_remote_code, config_keys)
-            sizes = {"num_samples": num_samples, "max_length": max_length, "batch_size": batch_size}
-            batches = read_batches(data, reader, **sizes)
+            batches = read_batches(
+                data,
+                reader,
+                model=architecture.skeleton,
+                num_samples=num_samples,
+                max_length=max_length,
+                batch_size=batch_size,
+                held_out=ROWS,
+            )
+            scratch, budget = scratch_of(output), parse_size(memory_budget)
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                done = calibrate(checkpoint, architecture, plan, batches, scratch_of(output), place, resume)
+                done = calibrate(checkpoint, architecture, plan, batches, scratch, place, resume, budget)
             tensors = done.tensors
         else:
             tensors = planned_tensors(checkpoint, architecture, plan, place)
@@ -130,6 +143,8 @@ def oneshot(
         report = _report(plan, checkpoint, output, started)
         if calibrating:
             report = replace(report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes))
+            if done.quality is not None and not done.quality.passed:
+                warnings.warn(str(done.quality), stacklevel=2)
         _write_provenance(folder, report, recipe, model, loader.__name__, **config_keys)
         _check_result(folder, trust_remote_code)
     if calibrating:

@@ -31,6 +31,11 @@ class InputRange:
             self._ends = ends if self._ends is None else _wider(self._ends, ends)
 
     @property
+    def nbytes(self) -> int:
+        """Memory that the values take."""
+        return 8 * self.columns
+
+    @property
     def low(self) -> Tensor:
         """`[in_features]` float32: the smallest value of each column; 0 where no token came."""
         return self._both()[0]

@@ -45,6 +45,7 @@ _NEEDLESS = {
     "sequential_update": "the inputs of a block always come from the blocks compressed before it",
     "preserve_sparsity_mask": "zeros always stay",
     "offload_hessians": "memory is managed by the walk over the blocks",
+    "offload_device": "memory is managed by the walk over the blocks",
     "batched_quantization": "it changes no result",
     "update_scheduler": _NO_SCHEDULE,
     "scheduler_args": _NO_SCHEDULE,
@@ -62,6 +63,8 @@ _REMOVED = {
     "num_calibration_steps": "give oneshot(num_samples=...) instead",
     "disable_quantization_observer_epoch": "there is no training",
     "freeze_bn_stats_epoch": "there is no training",
+    "calibration_function": "the model's own forward is run",
+    "algorithm": "the factors are those of SmoothQuant",
     "post_oneshot_calibration": "there is no second calibration",
     "model_fuse_fn_name": "modules are not fused",
     "model_fuse_fn_kwargs": "modules are not fused",
@@ -75,6 +78,8 @@ _REMOVED = {
     "owl_lmbda": "give one entry a sparsity and the targets that shall have it",
 }
 """Retired keys that changed a result. Where their value is null, 0, -1, false or empty, they changed none."""
+_DEFAULTS = {"algorithm": "smoothquant"}
+"""Nor where it is this one."""
 
 
 def entries(document: Node) -> list[Entry]:
@@ -118,7 +123,7 @@ def current_keys(cls: type[Modifier], keys: dict[str, Node]) -> dict[str, Node]:
             current[name] = _layer_names(node) if name in ("targets", "ignore") else node
         elif key in _NEEDLESS:
             _warn(f"{about} was left out: {_NEEDLESS[key]}")
-        elif key in _REMOVED and (node.value in (None, 0, -1) or node.value in ([], {})):
+        elif key in _REMOVED and (node.value in (None, 0, -1, _DEFAULTS.get(key)) or node.value in ([], {})):
             _warn(f"{about} was left out, {shown(node)} has no effect: {_REMOVED[key]}")
         elif key in _REMOVED:
             raise RecipeError(f"{about} is no longer a key: {_REMOVED[key]}. Remove:\n    {key}: {shown(node)}")

@@ -84,6 +84,26 @@ def find_global_scale(values: Sequence[Tensor]) -> Tensor:
     return scale
 
 
+def find_input_scales(
+    low: float, high: float, args: QuantizationArgs, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Scale, zero point and global scale, each `[1]` or None, of activations of `dtype` from `low` to `high`.
+
+    Static activations have a scale of `dtype`, and a zero point where `args` is asymmetric. Those of NVFP4, whose
+    groups get scales while the model runs, have a float32 global scale alone. All are finite, scales above 0.
+    """
+    ends = torch.tensor([[low, high]], dtype=dtype)
+    if args.strategy == "tensor_group":
+        return None, None, find_global_scale([ends])
+    scale, zero_point = calculate_qparams(ends[:, 0], ends[:, 1], args)
+    if not scale.isfinite().all():  # high - low overflows float16, the scale does not
+        scale, zero_point = calculate_qparams(ends[:, 0].float(), ends[:, 1].float(), args)
+        scale = scale.to(dtype)
+    if args.symmetric:
+        return scale, None, None
+    return scale, zero_point.masked_fill((ends[:, 0] >= 0) & (ends[:, 1] <= 0), 0), None
+
+
 @dataclass(frozen=True)
 class Grid:
     """The numbers that weights of a matrix can become: `scale * (q - zero_point)`, with q a number of the scheme."""

@@ -8,7 +8,7 @@ factor of 2, which changes no result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +18,11 @@ from torch import Tensor
 _CHUNK = 2048
 """Tokens that are added at once, wherever updates were cut: so the cut does not change one bit of the result."""
 
-_PANELS = 6
-"""Runs of columns in which the upper half of X^T X is computed: 58 % of all products."""
+_PANELS, _WIDEST = 6, 512
+"""Runs of columns, and their most, in which the upper half of X^T X is computed: at most 58 % of all products."""
 
-_ROWS = 1024
-"""Rows of a large matrix that are copied at once."""
+_BLOCK = 128
+"""Rows or columns of a large matrix that are worked on at once: what is not done in place is no larger than this."""
 
 _RUN_ROWS, _RUN_ELEMENTS = 4096, 2**23
 """Rows and weights that are solved at once: enough that each step of torch is worth its call, not many copies."""
@@ -44,6 +44,8 @@ class LayerError:
     """The same of the result; never above `before`."""
     fallback: str | None = None
     """Why the layer has the result of the plain method instead, or None."""
+    tokens: int = 0
+    """How many calibration tokens came to the layer."""
 
     @classmethod
     def of(cls, name: str, squares: Sequence[float], fallback: str | None = None) -> LayerError:
@@ -64,6 +66,10 @@ class Statistic(Protocol):
 
     tokens: int
     """How many were seen."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes once inputs have come."""
 
     def update(self, inputs: Tensor) -> None:
         """Add inputs `[tokens, in_features]` of any float dtype, without padding."""
@@ -124,6 +130,11 @@ class Hessian:
         return self._sum
 
     @property
+    def nbytes(self) -> int:
+        """Memory that the sum takes once inputs have come."""
+        return 4 * self.columns**2
+
+    @property
     def diagonal(self) -> Tensor:
         """`[in_features]` float32: the sum of squares of each column of the inputs."""
         return self.value.diagonal()
@@ -132,39 +143,7 @@ class Hessian:
         """As if all inputs had been divided by `factors` `[in_features]`, which are > 0."""
         inverse = 1 / factors.float()
         self.value.mul_(inverse).mul_(inverse.unsqueeze(1))
-
-    def merge(self, other: Hessian) -> None:
-        """Add what `other` has seen, as if its inputs had come after those that are here."""
-        if other.columns != self.columns:
-            raise ValueError(f"a Hessian of {other.columns} columns does not go into one of {self.columns}")
-        if other._sum is not None:
-            self._sum = self._zeros(other._sum.device).add_(other._sum.to(self._device))
-            self._mirrored = False
-        self.tokens += other.tokens - sum(map(len, other._rest))
-        for inputs in other._rest:
-            self.update(inputs)
-
-    def state(self) -> dict[str, Tensor]:
-        """All there is to know, as tensors for `from_state`; they share memory with this object."""
-        found = {
-            "columns": torch.tensor(self.columns),
-            "tokens": torch.tensor(self.tokens),
-            "int8": torch.tensor(self.arithmetic == "int8"),
-        }
-        if self._sum is not None:
-            found["sum"] = self._sum
-        return found | {f"rest.{number}": inputs for number, inputs in enumerate(self._rest)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor], device: torch.device | str | None = None) -> Hessian:
-        """The Hessian that `state` was taken from; more updates give the same as if there had been no break."""
-        result = cls(int(state["columns"]), device, "int8" if state["int8"] else "float32")
-        result.tokens = int(state["tokens"])
-        if "sum" in state:
-            result._sum, result._mirrored = state["sum"].to(device), False
-        rest = sorted((name for name in state if name.startswith("rest.")), key=lambda name: int(name[5:]))
-        result._rest = [state[name].to(device) for name in rest]
-        return result
+        self._mirrored = False  # the order of the two products decides the last bit
 
     def _zeros(self, device: torch.device) -> Tensor:
         """The sum, made where the first inputs are."""
@@ -222,6 +201,11 @@ class ColumnNorm:
         return torch.zeros(self.columns, device=self._device) if self._sum is None else self._sum.float()
 
     @property
+    def nbytes(self) -> int:
+        """Memory that the sums take."""
+        return 8 * self.columns
+
+    @property
     def diagonal(self) -> Tensor:
         """The same: what `Hessian.diagonal` of these inputs is."""
         return self.value
@@ -230,28 +214,6 @@ class ColumnNorm:
         """As if all inputs had been divided by `factors` `[in_features]`, which are > 0."""
         if self._sum is not None:
             self._sum = self._sum / factors.double().square()
-
-    def merge(self, other: ColumnNorm) -> None:
-        """Add what `other` has seen."""
-        if other.columns != self.columns:
-            raise ValueError(f"norms of {other.columns} columns do not go into those of {self.columns}")
-        self.tokens += other.tokens
-        if other._sum is not None:
-            theirs = other._sum.to(self._device)
-            self._sum = theirs if self._sum is None else self._sum + theirs
-
-    def state(self) -> dict[str, Tensor]:
-        """All there is to know, as tensors for `from_state`."""
-        found = {"columns": torch.tensor(self.columns), "tokens": torch.tensor(self.tokens)}
-        return found if self._sum is None else found | {"sum": self._sum}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Tensor], device: torch.device | str | None = None) -> ColumnNorm:
-        """The norms that `state` was taken from."""
-        result = cls(int(state["columns"]), device)
-        result.tokens = int(state["tokens"])
-        result._sum = state["sum"].to(device) if "sum" in state else None
-        return result
 
 
 @torch.no_grad()
@@ -278,30 +240,31 @@ def inverse_factor(hessian: Tensor, dampening_frac: float, order: Tensor | None 
     last_first = torch.arange(len(hessian), device=hessian.device) if order is None else order
     last_first = last_first.flip(0)
     dead = (diagonal == 0).index_select(0, last_first)
+    lower, failed = torch.empty_like(hessian), torch.empty((), dtype=torch.int32, device=hessian.device)
     for fraction in _fractions(dampening_frac):
-        lower = hessian.index_select(0, last_first)
-        for rows in lower.split(_ROWS):
-            rows.copy_(rows.index_select(1, last_first))
+        for rows, places in zip(lower.split(_BLOCK), last_first.split(_BLOCK), strict=True):
+            torch.index_select(hessian.index_select(0, places), 1, last_first, out=rows)
         lower.diagonal()[dead] = mean
         lower.diagonal().add_(fraction * mean)
-        lower, failed = torch.linalg.cholesky_ex(lower)
+        # LAPACK goes by columns: what is the upper factor there is the lower one here, with no copy.
+        torch.linalg.cholesky_ex(lower.t(), upper=True, out=(lower.t(), failed))
         if not failed:
-            inverse = torch.eye(len(lower), device=lower.device)
-            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
-            del lower
-            return inverse.flip(0, 1)
+            _invert_lower(lower)
+            _reverse(lower)
+            return lower
     raise NotPositiveDefinite("the Hessian is not positive definite, even with the mean of its diagonal added to it")
 
 
 def output_errors(change: Tensor, hessian: Tensor) -> Tensor:
     """`d H d^T` for each row d of `change` `[rows, in]`: the squared change of that output, summed over the tokens."""
     total = torch.zeros(len(change), device=change.device)
-    for panel, rest in _panels(len(hessian)):
-        product = change[:, panel] @ hessian[panel, rest]
-        width = panel.stop - panel.start
-        # What is right of the diagonal block stands for its mirror image too.
-        product[:, width:].mul_(2)
-        total += torch.linalg.vecdot(product, change[:, rest])
+    for rows, found in zip(change.split(_WIDEST), total.split(_WIDEST), strict=True):
+        for panel, rest in _panels(len(hessian)):
+            product = rows[:, panel] @ hessian[panel, rest]
+            width = panel.stop - panel.start
+            # What is right of the diagonal block stands for its mirror image too.
+            product[:, width:].mul_(2)
+            found += torch.linalg.vecdot(product, rows[:, rest])
     return total.clamp_(min=0)
 
 
@@ -336,18 +299,43 @@ def _check_inputs(inputs: Tensor, columns: int) -> None:
 
 def _panels(columns: int) -> Iterator[tuple[slice, slice]]:
     """Runs of columns, and for each all columns from its first on."""
-    step = -(-columns // _PANELS)
+    step = min(-(-columns // _PANELS), _WIDEST)
     for first in range(0, columns, step):
         yield slice(first, min(columns, first + step)), slice(first, columns)
 
 
 def _mirror(matrix: Tensor) -> None:
     """Copy the upper half into the lower one, in place."""
-    for panel, _ in _panels(len(matrix)):
-        block = matrix[panel, panel]
+    for first in range(0, len(matrix), _BLOCK):
+        part, below = slice(first, first + _BLOCK), slice(first + _BLOCK, len(matrix))
+        block = matrix[part, part]
         block.copy_(block.triu() + block.triu(1).t())
-        below = slice(panel.stop, len(matrix))
-        matrix[below, panel].copy_(matrix[panel, below].t())
+        matrix[below, part].copy_(matrix[part, below].t())
+
+
+def _invert_lower(matrix: Tensor) -> None:
+    """Invert a lower triangular matrix in place: the inverse of [[A, 0], [B, C]] has -C^-1 B A^-1 where B was."""
+    for first in range(0, len(matrix), _BLOCK):
+        rows, before = matrix[first : first + _BLOCK], slice(0, first)
+        block = rows[:, first : first + _BLOCK]
+        one = torch.eye(len(block), device=block.device)
+        block.copy_(torch.linalg.solve_triangular(block, one, upper=False))
+        left = (block @ rows[:, before]).neg_()
+        for start in range(0, first, _WIDEST):  # A^-1 is zero above its diagonal
+            stop = min(first, start + _WIDEST)
+            torch.mm(left[:, start:], matrix[start:first, start:stop], out=rows[:, start:stop])
+
+
+def _reverse(matrix: Tensor) -> None:
+    """Reverse the order of the rows and of the columns, in place."""
+    numbers, size = matrix.view(-1), _BLOCK * len(matrix)
+    middle = len(numbers) // 2
+    for first in range(0, middle, size):
+        last = min(middle, first + size)
+        head, tail = numbers[first:last], numbers[len(numbers) - last : len(numbers) - first]
+        kept = head.flip(0)
+        head.copy_(tail.flip(0))
+        tail.copy_(kept)
 
 
 def _codes(inputs: Tensor) -> tuple[Tensor, Tensor]:

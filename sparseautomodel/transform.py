@@ -53,10 +53,16 @@ class LayerPlan:
         if self.scheme is not None:
             if weight.scale is None:
                 raise ValueError(f"no modifier has found a scale for {self.layer.name}")
+            parts = {name.rpartition(".")[2]: outputs[name] for name in self.outputs()}
+            for part in [part for part in parts if part.startswith("input_")]:
+                value = getattr(weight, part)
+                if value is None:
+                    raise ValueError(f"no modifier has found {part} for {self.layer.name}: it needs calibration data")
+                parts[part].copy_(value)
             storage.encode(
                 weight.values,
                 self.scheme,
-                {name.rpartition(".")[2]: outputs[name] for name in self.outputs()},
+                parts,
                 scale=weight.scale,
                 zero_point=weight.zero_point,
                 global_scale=weight.global_scale,
@@ -265,7 +271,7 @@ def loaded_dtype(part: str, stored: torch.dtype, dtype: torch.dtype) -> torch.dt
 
 
 def describe(scheme: QuantizationScheme) -> str:
-    """A scheme in a few characters: `int4 group 64 symmetric`, `float8 channel, input float8 token dynamic`."""
+    """A scheme in a few characters: `int4 group 64`, `float8 tensor, input float8 tensor static`."""
     parts = []
     for label, args in (
         ("", scheme.weights),
@@ -278,6 +284,8 @@ def describe(scheme: QuantizationScheme) -> str:
         size = args.group_size if strategy in ("group", "tensor_group") else args.block_structure
         where = f"{strategy} {size}" if size and size != -1 else strategy
         extra = " dynamic" if args.dynamic else ("" if args.symmetric else " asymmetric")
+        if label and args.dynamic is not True:
+            extra = " local" if args.dynamic else f"{extra} static"
         parts.append(f"{label}{kind}{args.num_bits} {where}{extra}")
     return ", ".join(parts) or "unquantized"
 

@@ -20,6 +20,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
 from sparseautomodel.buffers import meta_attributes
 from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
+from sparseautomodel.checks import fused_sets
 from sparseautomodel.completeness import check_names, check_parts, explained, few
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.layers import StoredLayers, quantization_of, stored_layers
@@ -209,7 +210,7 @@ def _verify_files(path: str | os.PathLike[str], against: str | os.PathLike[str] 
         is_scale = name.endswith("_scale") and name.rpartition(".")[0] in stored.schemes
         if is_scale and not all(map(is_positive, _pieces(tensor))):
             problems.append(f"{name} is a scale and not above zero")
-    problems += _check_zeros(report, checkpoint, stored)
+    problems += _check_shared_scales(checkpoint, stored) + _check_zeros(report, checkpoint, stored)
     if against is not None and not problems:
         source, source_architecture = _open(against, **kwargs)
         problems += _compare(checkpoint, stored, source, stored_layers(source, source_architecture), report)
@@ -265,6 +266,17 @@ def _check_zeros(report: Mapping[str, Any], checkpoint: Checkpoint, stored: Stor
         wrong = sum(violations(values, *structure) for values in dense_pieces(layers[name], checkpoint, stored))
         if wrong:
             problems.append(f"{name} should be {text} and is not, in {wrong} groups")
+    return problems
+
+
+def _check_shared_scales(checkpoint: Checkpoint, stored: StoredLayers) -> list[str]:
+    """Layers that servers run as one matrix have one global scale: all but one of them would be read wrongly."""
+    problems = []
+    for names in fused_sets(stored.schemes):
+        for part in ("weight_global_scale", "input_global_scale"):
+            found = {name: checkpoint[f"{name}.{part}"][...] for name in names if f"{name}.{part}" in checkpoint}
+            if len({float(value) for value in found.values() if value.numel() == 1}) > 1:
+                problems.append(f"{', '.join(found)} run as one matrix and differ in {part}")
     return problems
 
 

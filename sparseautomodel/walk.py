@@ -1,45 +1,54 @@
 """Run a model over calibration batches, block by block, and stop at each set of layers that read one input.
 
-Every batch is one ordinary forward of the model that can be left and taken up again (a greenlet). At the first layer of
-a set each forward adds its input to the set's statistics and waits. When all have come, the set is solved, its weights
-are changed, and the forwards go on with the changed weights. So there is one forward a batch, later layers see what
-earlier layers have become, and nothing has to be traced, replayed or put in a module's place.
+Every batch is one ordinary forward of the model that can be left and taken up again (a greenlet). All wait in front of
+a block until it has its weights. At the first layer of a set each forward adds its input to the set's statistics and
+waits. When all have come, the set is solved, its weights are changed, and the forwards go on with the changed weights.
+So there is one forward a batch, later layers see what earlier layers have become, and nothing has to be traced,
+replayed or put in a module's place.
+
+Where so many forwards cannot wait inside a block, they wait in front of it, and the block is run for one after another
+until a set (or as many as have room) has seen all of them: the same result, with more forwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
+from sparseautomodel.forwards import Forward, first_tensor, run_block, run_row, wait
+from sparseautomodel.sets import LayerSet, input_sets
+from sparseautomodel.spill import Spill
 
-@dataclass(eq=False)
-class LayerSet:
-    """Layers that read one input, and what is known of that input."""
-
-    names: tuple[str, ...]
-    """Module names, in the order in which the forward calls them."""
-    statistics: list[Any] = field(default_factory=list)
-    """What `gather` made for the set; updated with inputs `[tokens, in_features]`."""
-    num_tokens: int = 0
-    solved: bool = False
+END = ""
+"""Where forwards wait that have left all blocks."""
 
 
 class Callbacks:
     """What the walk asks for, in the order in which it does."""
 
-    def enter(self, block: str) -> bool:
-        """Give the block its weights. False when they are what the block has to become, and nothing is to be solved."""
-        return True
+    def outside(self, source: bool) -> None:
+        """Let what lies outside the blocks be what it is in the source, or what it has become."""
+
+    def enter(self, block: str) -> None:
+        """Give the block the weights of the source."""
+
+    def restore(self, block: str) -> bool:
+        """Whether it is known what the block has to become, and it is that now. Then nothing is solved."""
+        return False
+
+    def found(self, block: str, sets: Sequence[LayerSet], run: Callable[[], Tensor]) -> None:
+        """The sets of a block are known; `run` runs the block on one row and returns its output."""
 
     def gather(self, names: Sequence[str]) -> list[Any]:
-        """Fresh statistics for a set of layers: objects with `update(inputs)`."""
+        """Fresh statistics for a set of layers: objects with `update(inputs)` and `nbytes`."""
         return []
 
     def solve(self, layers: LayerSet) -> None:
@@ -48,6 +57,25 @@ class Callbacks:
     def leave(self, block: str) -> None:
         """The block is done: store what it has become, and free it."""
 
+    def load_head(self) -> None:
+        """Give the head its weights: no forward has needed them before."""
+
+    def compare(self, block: str, source: Tensor, result: Tensor) -> None:
+        """The output of a block for one witness, in the model as it was and as it has become."""
+
+    def compare_ends(self, row: Mapping[str, Tensor], source: Any, result: Any) -> None:
+        """What the whole model returns for one witness, as it was and as it has become."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much of the calibration may be in memory at once."""
+
+    spill: Spill | None = None
+    """Where inputs go that wait; None: they stay in memory."""
+    state_nbytes: int = 1 << 30
+    """Activations that may wait inside a block, and statistics that are gathered at once where they may not."""
+
 
 def walk(
     model: nn.Module,
@@ -55,20 +83,29 @@ def walk(
     blocks: Sequence[str],
     layers: Mapping[str, Sequence[str]],
     callbacks: Callbacks,
+    *,
+    outside: Sequence[str] = (),
+    witnesses: Sequence[Mapping[str, Tensor]] = (),
+    room: Room = Room(),
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Run every batch through `blocks` once, solving the layers of each block on the way.
 
     Args:
         model: its blocks may be without weights; `enter` gives them.
-        blocks: names of the blocks in the order in which the model runs them. The forwards end after the last.
+        blocks: names of the blocks. The forwards end after the last.
         layers: block -> names of the layers to solve in it.
+        outside: layers to solve that are in none of the blocks; they must have their weights, but for the head.
+        witnesses: rows that no statistic sees, and that run through the model as it was and as it becomes.
+        extra: arguments that every forward gets besides its batch.
 
     Raises:
         ValueError: a block is run more than once in a forward, or not at all.
         Whatever the model, `solve` or the other callbacks raise, with all forwards ended and all hooks removed.
     """
     with torch.no_grad():
-        _Walk(model, batches, blocks, layers, callbacks).run()
+        run = _Walk(model, batches, blocks, layers, callbacks, outside, witnesses, room, extra or {})
+        run.run()
 
 
 def find_blocks(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -84,17 +121,11 @@ def find_blocks(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 class _Finished(Exception):
-    """Ends a forward that has passed the last block."""
+    """Ends a forward that has passed all that is to be solved."""
 
 
-@dataclass(eq=False)
-class _Forward:
-    """One batch on its way through the model."""
-
-    batch: Mapping[str, Tensor]
-    light: greenlet | None = None
-    waits_for: LayerSet | None = None
-    done: bool = False
+class _Gathered(Exception):
+    """Ends a run of a block that has passed the sets which are gathered."""
 
 
 class _Walk:
@@ -105,173 +136,264 @@ class _Walk:
         blocks: Sequence[str],
         layers: Mapping[str, Sequence[str]],
         callbacks: Callbacks,
+        outside: Sequence[str],
+        witnesses: Sequence[Mapping[str, Tensor]],
+        room: Room,
+        extra: Mapping[str, Any],
     ) -> None:
         self._model, self._blocks, self._layers, self._callbacks = model, list(blocks), layers, callbacks
-        self._forwards = [_Forward(batch) for batch in batches]
-        self._sets: dict[str, list[LayerSet]] = {}
+        self._forwards = [Forward(batch) for batch in batches]
+        self._sources = [Forward(row, witness=True) for row in witnesses]
+        self._results = [Forward(row, witness=True) for row in witnesses]
+        self._room, self._by_light = room, dict[Any, Forward]()
         self._set_of: dict[str, LayerSet] = {}
-        self._order: list[LayerSet] = []
-        self._entered: dict[str, int] = {}
-        self._left: dict[str, int] = {}
+        self._left: set[str] = set()
         self._known_sets: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
-        self._probe: dict[str, Tensor] | None = None
-        # A cache would be filled twice by the probe, and keep what nobody reads.
+        self._gathering: Sequence[LayerSet] | None = None
+        self._seen: set[LayerSet] = set()
+        self._outside = [LayerSet((name,)) for name in outside]
+        # A cache would be filled twice by a probe, and keep what nobody reads.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._extra = {"use_cache": False} if takes_cache else {}
+        self._extra = {**({"use_cache": False} if takes_cache else {}), **extra}
 
     def run(self) -> None:
         hooks = [hook for name in self._blocks for hook in self._hook_block(name)]
-        hooks += [self._hook_layer(name) for names in self._layers.values() for name in names]
+        names = [name for names in self._layers.values() for name in names]
+        hooks += [self._hook_layer(name) for name in [*names, *(layers.names[0] for layers in self._outside)]]
+        head = getattr(self._model, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            hooks.append(head.register_forward_pre_hook(lambda module, args: self._meet_head()))
         try:
-            while not all(forward.done for forward in self._forwards):
-                for forward in self._forwards:
-                    if not forward.done and forward.waits_for is None:
-                        self._advance(forward)
-                waiting = [forward.waits_for for forward in self._forwards if forward.waits_for is not None]
-                if waiting:
-                    first = min(waiting, key=self._order.index)
-                    self._solve(first)
-                    for forward in self._forwards:
-                        if forward.waits_for is first:
-                            forward.waits_for = None
+            for layers in self._outside:
+                self._expect(layers)
+            self._callbacks.outside(True)
+            self._advance(self._sources)
+            self._callbacks.outside(False)
+            self._advance(self._forwards)
+            self._solve_met(self._outside)
+            self._advance(self._results)
+            while (block := self._next_block()) is not None:
+                self._solve_block(block)
+                self._solve_met(self._outside)
+            missed = [name for name in self._blocks if name not in self._left]
+            if missed:
+                raise ValueError(
+                    f"the model's forward does not run {', '.join(missed[:4])}, so they cannot be calibrated"
+                )
+            self._solve_unmet(self._outside)
+            self._end_witnesses()
         finally:
             self._end()
             for hook in hooks:
                 hook.remove()
-        missed = [name for name in self._blocks if name not in self._left]
-        if missed:
-            raise ValueError(f"the model's forward does not run {', '.join(missed[:4])}, so they cannot be calibrated")
 
-    def _advance(self, forward: _Forward) -> None:
-        """Let one forward run until it waits for a set or ends."""
-        if forward.light is None:
-            forward.light = greenlet(self._forward)
-        forward.light.switch(forward)
+    def _next_block(self) -> str | None:
+        """The first of the blocks that forwards wait for: not all rows run through all blocks (pictures)."""
+        waited = {forward.at for forward in [*self._forwards, *self._sources]} - {END}
+        return next((name for name in self._blocks if name in waited), None)
 
-    def _forward(self, forward: _Forward) -> None:
+    def _solve_block(self, name: str) -> None:
+        if name in self._left:
+            raise ValueError(f"{name} is run more than once in a forward, which the walk over blocks cannot do")
+        block = self._model.get_submodule(name)
+        here, sources, results = (
+            [forward for forward in forwards if forward.at == name]
+            for forwards in (self._forwards, self._sources, self._results)
+        )
+        self._callbacks.enter(name)
+        self._advance(sources)
+        sets: list[LayerSet] = []
+        if here and not self._callbacks.restore(name):
+            sets = self._find_sets(name, block, here[0])
+            for layers in sets:
+                self._expect(layers)
+            self._callbacks.found(name, sets, partial(run_row, block, here[0].args, here[0].kwargs or {}))
+            if not self._fits(block, here):
+                self._solve_in_parts(block, here, sets)
+        self._advance(here)
+        self._solve_met(sets)
+        self._solve_unmet(sets)
+        self._advance(results)
+        for source, result in zip(sources, results, strict=True):
+            assert source.hidden is not None and result.hidden is not None
+            self._callbacks.compare(name, source.hidden, result.hidden)
+        self._left.add(name)
+        self._callbacks.leave(name)
+
+    def _advance(self, forwards: Sequence[Forward]) -> None:
+        """Let forwards run, one after another, until each waits or ends."""
+        for forward in forwards:
+            if forward.done or forward.waits_for is not None:
+                continue
+            if forward.light is None:
+                forward.light = greenlet(self._forward)
+                self._by_light[forward.light] = forward
+            forward.at, forward.args, forward.kwargs = None, (), None
+            forward.light.switch(forward)
+            self._rest()
+
+    def _solve_met(self, sets: Sequence[LayerSet]) -> None:
+        """Solve those of `sets` that forwards wait for, in order, and let them go on, until none waits for one."""
+        while waited := [forward.waits_for for forward in self._forwards if forward.waits_for in sets]:
+            first = next(layers for layers in sets if layers in waited)
+            self._solve(first)
+            freed = [forward for forward in self._forwards if forward.waits_for is first]
+            for forward in freed:
+                forward.waits_for = None
+            self._advance(freed)
+
+    def _solve_unmet(self, sets: Sequence[LayerSet]) -> None:
+        """Solve the sets that no token has come to, such as those of an expert that was never chosen."""
+        for layers in sets:
+            if not layers.solved:
+                self._solve(layers)
+
+    def _solve_in_parts(self, block: nn.Module, here: Sequence[Forward], sets: Sequence[LayerSet]) -> None:
+        """Run the block for one forward after another, as often as its sets need, and solve them."""
+        for part in self._parts(sets):
+            self._gathering = part
+            try:
+                for forward in here:
+                    self._seen = set()
+                    with contextlib.suppress(_Gathered):
+                        run_block(block, forward)
+                    self._rest()
+            finally:
+                self._gathering = None
+            for layers in part:
+                self._solve(layers)
+
+    def _parts(self, sets: Sequence[LayerSet]) -> Iterator[list[LayerSet]]:
+        part: list[LayerSet] = []
+        for layers in sets:
+            held = [statistic.nbytes for one in [*part, layers] for statistic in one.statistics]
+            if part and sum(held) > self._room.state_nbytes:
+                yield part
+                part = []
+            part.append(layers)
+        if part:
+            yield part
+
+    def _fits(self, block: nn.Module, here: Sequence[Forward]) -> bool:
+        """Whether all forwards can wait inside the block: with its widest input, and some of its own."""
+        if self._room.spill is None:
+            return True
+        hidden = [first_tensor((forward.args, forward.kwargs)) for forward in here]
+        widest = max((p.shape[-1] for p in block.parameters() if p.ndim == 2), default=0) / max(1, hidden[0].shape[-1])
+        return sum(one.nbytes for one in hidden) * (widest + 4) <= self._room.state_nbytes
+
+    def _end_witnesses(self) -> None:
+        """Let each witness go on to the end, in both models; one after another, since outputs may be large."""
+        if self._sources:
+            self._callbacks.load_head()
+        for source, result in zip(self._sources, self._results, strict=True):
+            self._callbacks.outside(True)
+            self._advance([source])
+            self._callbacks.outside(False)
+            self._advance([result])
+            self._callbacks.compare_ends(source.batch, source.output, result.output)
+            source.output = result.output = None
+
+    def _forward(self, forward: Forward) -> None:
         with contextlib.suppress(_Finished):
-            self._model(**forward.batch, **self._extra)
+            output = self._model(**forward.batch, **self._extra)
+            forward.output = output if forward.witness else None
         forward.done = True
-
-    def _wait_for(self, layers: LayerSet) -> None:
-        forward = self._current()
-        forward.waits_for = layers
-        assert forward.light is not None and forward.light.parent is not None
-        forward.light.parent.switch()
-
-    def _current(self) -> _Forward:
-        return next(forward for forward in self._forwards if forward.light is getcurrent())
 
     def _end(self) -> None:
         """End the forwards that are still waiting, so that their frames let go of what they hold."""
-        for forward in self._forwards:
+        for forward in [*self._forwards, *self._sources, *self._results]:
             if forward.light is not None and not forward.light.dead:
                 forward.light.throw(GreenletExit)
 
     def _hook_block(self, name: str) -> tuple[Any, Any]:
         block = self._model.get_submodule(name)
         before = block.register_forward_pre_hook(
-            lambda module, args, kwargs: self._enter(name, module, args, kwargs), with_kwargs=True
+            lambda module, args, kwargs: self._enter(name, args, kwargs), with_kwargs=True
         )
-        return before, block.register_forward_hook(lambda module, args, output: self._leave(name))
+        return before, block.register_forward_hook(lambda module, args, output: self._leave(name, output))
 
     def _hook_layer(self, name: str) -> Any:
-        return self._model.get_submodule(name).register_forward_pre_hook(lambda module, args: self._meet(name, args))
+        layer = self._model.get_submodule(name)
+        return layer.register_forward_pre_hook(lambda module, args: self._meet(name, args[0]))
 
-    def _enter(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._probe is not None:
-            return
-        self._entered[name] = self._entered.get(name, 0) + 1
-        if self._entered[name] > len(self._forwards):
-            raise ValueError(f"{name} is run more than once in a forward, which the walk over blocks cannot do")
-        if self._entered[name] > 1:
-            return
-        if not self._callbacks.enter(name):
-            return
-        for names in self._find_sets(name, block, args, kwargs):
-            layers = LayerSet(tuple(f"{name}.{part}" for part in names))
-            layers.statistics = self._callbacks.gather(layers.names)
-            self._sets.setdefault(name, []).append(layers)
-            self._order.append(layers)
-            self._set_of |= dict.fromkeys(layers.names, layers)
+    def _rest(self) -> None:
+        if self._room.spill is not None:
+            self._room.spill.rest()
 
-    def _find_sets(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, ...]]:
-        """Which layers read one input, found by running the block once; blocks that are built alike are run once."""
-        wanted = [layer.removeprefix(f"{name}.") for layer in self._layers.get(name, ())]
-        kind = (type(block), tuple(wanted), tuple(type(module) for module in block.modules()))
-        if wanted and kind not in self._known_sets:
-            probe: dict[str, Tensor] = {}
-            self._probe = probe
-            try:
-                block.forward(*args, **kwargs)
-            finally:
-                self._probe = None
-            groups: dict[tuple[Any, ...], list[str]] = {}
-            for layer, value in probe.items():
-                key = (value.data_ptr(), tuple(value.shape), value.stride())
-                groups.setdefault(key, []).append(layer.removeprefix(f"{name}."))
-            self._known_sets[kind] = _with_unmet([tuple(names) for names in groups.values()], wanted)
-        return self._known_sets.get(kind, [])
+    def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward = self._by_light[getcurrent()]
+        forward.at, forward.args, forward.kwargs = name, args, kwargs
+        if self._room.spill is not None and not forward.witness:
+            self._room.spill.wait(first_tensor((args, kwargs)))
+        wait()
 
-    def _meet(self, name: str, args: tuple[Any, ...]) -> None:
-        if self._probe is not None:
-            self._probe[name] = args[0]  # held, so that no other tensor gets its address
+    def _leave(self, name: str, output: Any) -> None:
+        forward = self._by_light[getcurrent()]
+        forward.passed.add(name)
+        if forward.witness:
+            forward.hidden = first_tensor(output)
+        if len(forward.passed) < len(self._blocks):
             return
+        if forward.witness:
+            self._stop(forward)
+        elif all(layers.solved for layers in self._outside):
+            raise _Finished
+
+    def _meet_head(self) -> None:
+        """The head is not computed for rows that only calibrate, and for witnesses once it has its weights."""
+        forward = self._by_light[getcurrent()]
+        if not forward.witness:
+            raise _Finished
+        self._stop(forward)
+
+    def _stop(self, witness: Forward) -> None:
+        if witness.at != END:
+            witness.at = END
+            wait()
+            witness.at = END
+
+    def _meet(self, name: str, inputs: Tensor) -> None:
         layers = self._set_of.get(name)
-        if layers is None or layers.solved:
+        if layers is None or layers.solved or not inputs.is_floating_point():  # an embedding sees no statistic
             return
-        inputs = args[0].reshape(-1, args[0].shape[-1])
-        for statistic in layers.statistics:
-            statistic.update(inputs)
-        layers.num_tokens += len(inputs)
-        self._wait_for(layers)
+        if self._gathering is not None:
+            if layers in self._gathering and layers not in self._seen:
+                self._seen.add(layers)
+                _see(layers, inputs)
+                if layers is self._gathering[-1]:
+                    raise _Gathered
+            return
+        forward = self._by_light.get(getcurrent())
+        if forward is None or forward.witness:
+            return
+        _see(layers, inputs)
+        layers.inputs.append(inputs)
+        forward.waits_for = layers
+        if self._room.spill is not None:
+            self._room.spill.wait(inputs)
+        del inputs
+        wait()
+
+    def _expect(self, layers: LayerSet) -> None:
+        layers.statistics = self._callbacks.gather(layers.names)
+        self._set_of |= dict.fromkeys(layers.names, layers)
 
     def _solve(self, layers: LayerSet) -> None:
         self._callbacks.solve(layers)
-        layers.solved, layers.statistics = True, []
+        layers.solved, layers.statistics, layers.inputs = True, [], []
 
-    def _leave(self, name: str) -> None:
-        if self._probe is not None:
-            return
-        self._left[name] = self._left.get(name, 0) + 1
-        if self._left[name] == len(self._forwards):
-            for layers in self._sets.pop(name, []):
-                if not layers.solved:  # no token has come to it: an expert that was never chosen
-                    self._solve(layers)
-                self._order.remove(layers)
-            self._callbacks.leave(name)
-        if name == self._blocks[-1]:
-            raise _Finished
+    def _find_sets(self, name: str, block: nn.Module, forward: Forward) -> list[LayerSet]:
+        """Blocks that are built alike are probed once."""
+        wanted = [layer.removeprefix(f"{name}.") for layer in self._layers.get(name, ())]
+        kind = (type(block), tuple(wanted), tuple(type(module) for module in block.modules()))
+        if wanted and kind not in self._known_sets:
+            self._known_sets[kind] = input_sets(block, lambda: run_block(block, forward), wanted)
+        return [LayerSet(tuple(f"{name}.{part}" for part in names)) for names in self._known_sets.get(kind, [])]
 
 
-def _with_unmet(met: list[tuple[str, ...]], wanted: Sequence[str]) -> list[tuple[str, ...]]:
-    """Sets for all of `wanted`: experts that the probe did not reach get the sets of the experts that it did.
-
-    Experts run in the order of their numbers, so their sets stand in that order too.
-    """
-    reached = {name for names in met for name in names}
-    shapes = {tuple(_numberless(name) for name in names): names for names in met if _number(names[0]) is not None}
-    expert_sets: dict[int, list[tuple[str, ...]]] = {}
-    for name in wanted:
-        number = _number(name)
-        if number is None or expert_sets.get(number) or not shapes:
-            continue
-        named = {_numberless(other): other for other in wanted if _number(other) == number}
-        expert_sets[number] = [
-            tuple(named[part] for part in shape) for shape in shapes if all(p in named for p in shape)
-        ]
-    first = next((at for at, names in enumerate(met) if _number(names[0]) is not None), len(met))
-    plain = [names for names in met if _number(names[0]) is None]
-    ordered = [names for number in sorted(expert_sets) for names in expert_sets[number]]
-    reached |= {name for names in ordered for name in names}
-    return [*plain[:first], *ordered, *plain[first:], *((name,) for name in wanted if name not in reached)]
-
-
-def _number(name: str) -> int | None:
-    """The number of the expert in a layer's name."""
-    parts = name.split(".")
-    return next((int(part) for part in parts if part.isdigit()), None)
-
-
-def _numberless(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _see(layers: LayerSet, inputs: Tensor) -> None:
+    inputs = inputs.reshape(-1, inputs.shape[-1])
+    for statistic in layers.statistics:
+        statistic.update(inputs)
+    layers.num_tokens += len(inputs)

@@ -147,13 +147,13 @@ def test_killed_and_resumed_is_bit_equal(entries: list[Any], tiny_llama: Path, r
     script = f"""
 import signal, os, sys, torch
 from sparseautomodel import oneshot
-from sparseautomodel.calibrated import _Blocks
-leave = _Blocks.leave
+from sparseautomodel.solving import Solving
+leave = Solving.leave
 def leave_and_die(self, block):
     leave(self, block)
     if block.endswith(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
-_Blocks.leave = leave_and_die
+Solving.leave = leave_and_die
 rows = torch.load({str(tmp_path / "rows.pt")!r})
 oneshot({str(tiny_llama)!r}, {recipe(*entries)!r}, data=rows, output={str(tmp_path / "out")!r}, resume=True)
 """

@@ -22,14 +22,15 @@ ROWS = (
     ("console",),
     ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
     ("calibrated",),
-    ("verify", "report", "calibration", "walk", "witness", "spill", "kv_cache"),
+    ("solving",),
+    ("verify", "report", "calibration", "walk", "layer_charts", "witness", "kv_cache"),
     ("plan",),
     ("checks",),
     ("recipe", "layers", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
-    ("recipe_text", "checkpoint", "buffers", "kernels"),
+    ("recipe_text", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("masks", "ranges", "scales", "smoothing", "statistics", "threads"),
+    ("charts", "masks", "ranges", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")

@@ -59,14 +59,14 @@ def test_module_runs_as_a_program() -> None:
     version = subprocess.run([*module, "--version"], capture_output=True, text=True, env=environment, check=True)
     assert version.stdout.startswith("sparseautomodel")
     shown = subprocess.run([*module, "--help"], capture_output=True, text=True, env=environment, check=True)
-    for command in ("plan", "oneshot", "verify", "inspect", "generate", "eval", "recipes"):
+    for command in ("plan", "oneshot", "verify", "inspect", "generate", "eval", "report", "recipes"):
         assert f"\n  {command} " in shown.stdout
 
 
 def test_document_names_every_command_and_no_option_that_is_not_there() -> None:
     document = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     commands = [command.name or command.callback.__name__ for command in app.registered_commands]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         assert f"\n## {command}\n" in document
     nested = [("recipes", "show"), ("recipes", "check"), ("recipes",)]
@@ -106,6 +106,8 @@ def test_help_and_recipes_do_without_torch() -> None:
         ("generate", "{model}", "--prompt", "x", "--recipe", "absent-recipe"),
         ("eval", "{model}", "absent.txt"),
         ("eval", "{model}", "{model}/config.json", "--window", "8", "--stride", "9"),
+        ("report", "absent-folder"),
+        ("report", "{model}/config.json"),
         ("recipes", "show", "absent-recipe"),
         ("recipes", "check", "absent-recipe"),
         ("recipes", "check", "2of4", "--model", "absent-folder"),

@@ -19,6 +19,7 @@ from sparseautomodel.scales import (
     _round_to_float,
     _row_extremes,
     find_global_scale,
+    find_input_scales,
     find_scales,
     rounding,
 )
@@ -272,3 +273,51 @@ def _errors(
     error = (decode(out, scheme).double() - weight.double()).abs() ** norm * (1 if counts is None else counts)
     rows, columns = _place_of_each_scale(args, tuple(weight.shape))
     return torch.stack([error[row, column].sum() for row in rows for column in columns])
+
+
+INPUTS = {
+    "float8": QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
+    "int8": QuantizationArgs(num_bits=8, strategy="tensor"),
+    "int8 asymmetric": QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False),
+    "NVFP4": PRESET_SCHEMES["NVFP4"]["input_activations"],
+}
+FOUND = [
+    ("float8", -3.859375, 3.5625, 0.00860595703125, None, None),
+    ("float8", -4.40625, 7.0, 0.015625, None, None),
+    ("int8", -3.59375, 3.609375, 0.0283203125, None, None),
+    ("int8", -1.921875, 2.375, 0.0186767578125, None, None),
+    ("int8 asymmetric", -4.40625, 7.0, 0.044677734375, -30, None),
+    ("int8 asymmetric", -3.859375, 3.5625, 0.0291748046875, 4, None),
+    ("NVFP4", -3.859375, 3.5625, None, None, 700.0),
+    ("NVFP4", -3.96875, 4.03125, None, None, 668.0),
+]
+"""Extremes of bfloat16 activations, and the scales that llm-compressor 0.14.0.1 (`static_minmax`) stores for them."""
+
+
+@pytest.mark.parametrize(("name", "low", "high", *"szg"), FOUND)
+def test_scales_of_inputs_are_those_of_llm_compressor(
+    name: str, low: float, high: float, s: float | None, z: int | None, g: float | None
+) -> None:
+    found = find_input_scales(low, high, INPUTS[name], torch.bfloat16)
+    assert [None if one is None else one.item() for one in found] == [s, z, g]
+    dtypes = (torch.bfloat16, torch.int8, torch.float32)
+    assert all(
+        one is None or (one.shape == (1,) and one.dtype == dtype) for one, dtype in zip(found, dtypes, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(low=st.floats(-6e4, 6e4, width=16), high=st.floats(-6e4, 6e4, width=16))
+def test_scales_of_inputs_are_finite_and_above_zero(name: str, dtype: torch.dtype, low: float, high: float) -> None:
+    low, high = min(low, high), max(low, high)
+    scale, zero_point, global_scale = find_input_scales(low, high, INPUTS[name], dtype)
+    for one in (scale, global_scale):
+        assert one is None or (bool(one.isfinite()) and bool(one > 0))
+    if scale is None:
+        return
+    ends = torch.tensor([low, high], dtype=dtype)
+    expected, point = calculate_qparams(ends[0], ends[1], INPUTS[name])
+    if expected.isfinite():
+        assert torch.equal(scale, expected)
+        assert zero_point is None or low == high == 0 or torch.equal(zero_point, point)

@@ -125,11 +125,11 @@ def test_number_of_batches_changes_nothing(tiny_llama: Path) -> None:
         torch.testing.assert_close(value, sums[2][name], rtol=1e-5, atol=1e-4)
 
 
-def test_a_block_is_left_before_it_is_entered_again(tiny_llama: Path, batches: list[dict[str, Tensor]]) -> None:
+def test_a_block_is_left_before_the_next_is_entered(tiny_llama: Path, batches: list[dict[str, Tensor]]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     calls = [call for call in run(model, batches).calls if not call.startswith("solve")]
-    assert [call.split()[0] for call in calls] == ["enter", "enter", "leave", "leave"]
-    assert calls[0].endswith("layers.0") and calls[2].endswith("layers.0")
+    assert [call.split()[0] for call in calls] == ["enter", "leave", "enter", "leave"]
+    assert calls[0].endswith("layers.0") and calls[2].endswith("layers.1")
 
 
 def test_encoder_and_encoder_decoder_have_blocks(tiny_bert: Path, batches: list[dict[str, Tensor]]) -> None:

@@ -2,7 +2,8 @@
 
 Bit for bit what compressed-tensors 0.20 writes and reads, in runs of rows that stay in the CPU's cache. A layer has the
 tensors `weight_packed` (or `weight`), `weight_scale` and, where the scheme needs them, `weight_zero_point`,
-`weight_shape` and `weight_global_scale`.
+`weight_shape` and `weight_global_scale`; and for activations whose scales are found beforehand `input_scale`,
+`input_zero_point` or `input_global_scale`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def layout(
         tensors["weight_shape"] = (2,), torch.int64
     if args.strategy == "tensor_group":
         tensors["weight_global_scale"] = (1,), torch.float32
-    return tensors
+    return tensors | _input_layout(scheme.input_activations, dtype)
 
 
 def nbytes(scheme: QuantizationScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
@@ -158,6 +159,16 @@ def decode(
         else:
             place.copy_(values.mul_(scale).to(kind))
     return dense
+
+
+def _input_layout(args: QuantizationArgs | None, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What is stored of a layer's inputs."""
+    if args is None or args.dynamic is True:
+        return {}
+    if args.strategy == "tensor_group":
+        return {"input_global_scale": ((1,), torch.float32)}
+    tensors = {"input_scale": ((1,), dtype)}
+    return tensors if args.symmetric else tensors | {"input_zero_point": ((1,), args.zp_dtype)}
 
 
 def _is_packed(name: str) -> bool:

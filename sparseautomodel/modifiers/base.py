@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import match_name
 
 from sparseautomodel.masks import zero_outside
+from sparseautomodel.ranges import InputRange
 from sparseautomodel.statistics import LayerError, Statistic
 
 
@@ -71,6 +72,11 @@ class Weight:
     global_scale: torch.Tensor | None = None
     keep: torch.Tensor | None = None
     """Bool, shaped like `values`: False where the value is zero for good. None where nothing was pruned."""
+    input_scale: torch.Tensor | None = None
+    """`[1]`, of activations whose scale is found beforehand; with `input_zero_point` where they are asymmetric."""
+    input_zero_point: torch.Tensor | None = None
+    input_global_scale: torch.Tensor | None = None
+    """`[1]` float32, of NVFP4 activations."""
 
     def prune(self, keep: torch.Tensor) -> None:
         """Zero the values that `keep` does not allow; what an earlier modifier pruned stays pruned."""
@@ -92,7 +98,8 @@ class Modifier:
     """Layers that are not touched, in the same spelling."""
 
     needs_data: ClassVar[bool] = False
-    """Whether calibration data is needed: then only `oneshot(data=...)` can run it."""
+    """Whether calibration data is needed: then only `oneshot(data=...)` can run it. For some, that depends on the keys:
+    there the instance says it, and the class says what is true whatever the keys."""
     smooths: ClassVar[bool] = False
     """Whether `smooth` moves size from a layer's inputs into its weights."""
 
@@ -174,6 +181,27 @@ class Modifier:
     def statistic(self, layer: Layer) -> Statistic | None:
         """A new, empty statistic to gather over the inputs of the layer; None: `apply` does the work, without data."""
         return None
+
+    def input_range(self, layer: Layer) -> InputRange | None:
+        """A new, empty range to gather over the inputs of the layer beside `statistic`, for `set_input_scales`.
+
+        None where the layer is stored without scales of its inputs.
+        """
+        return None
+
+    def set_input_scales(
+        self, weights: Sequence[Weight], inputs: InputRange, others: Sequence[InputRange] = ()
+    ) -> list[LayerError]:
+        """Set the fields of `weights` that static activations need.
+
+        Args:
+            weights: layers that read ONE input; those whose scheme needs nothing are left alone.
+            inputs: its range.
+            others: ranges of inputs of the same kind (the other experts of the block), for an input without a token.
+
+        Returns an entry for each layer whose scales are not those of its own inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} stores no scales of activations")
 
     def smooth(
         self,

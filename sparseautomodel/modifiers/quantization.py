@@ -1,8 +1,10 @@
-"""Round to nearest: weights become numbers of a few bits times a scale, without data.
+"""Round to nearest: weights become numbers of a few bits times a scale.
 
 w = scale * (q - zero_point), with q an integer of `num_bits` or an FP8, FP6 or FP4 number. The scale of a row, a
 group of a row, a block or the matrix maps its largest weight to the largest q (`observer: minmax`), or is searched
 for the least error (`observer: mse`). Arithmetic is that of compressed-tensors, in the weight's own dtype.
+
+Weights need no data. Activations whose scales are not dynamic do: these map the extremes over all calibration tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from sparseautomodel.modifiers.scheme_keys import SchemeKeys
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationModifier(SchemeKeys):
-    """Round weights to the nearest number that a scheme of compressed-tensors can store, without data.
+    """Round weights to the nearest number that a scheme of compressed-tensors can store.
+
+    Data is needed only where a scheme has scales of activations that are found beforehand.
 
     >>> QuantizationModifier(scheme="W4A16", group_size="auto", observer="mse")
     >>> QuantizationModifier(scheme={"W8A8": ["Linear"], "W4A16": ["re:.*mlp.*"]})

@@ -25,6 +25,8 @@ FURTHER = (
     ("MagnitudePruningModifier", {"sparsity": 0.3}),
     ("MagnitudePruningModifier", {"sparsity": 0.3, "apply_globally": True}),
     ("QuantizationModifier", {"scheme": "W4A16_ASYM"}),
+    ("QuantizationModifier", {"scheme": "NVFP4"}),
+    ("GPTQModifier", {"scheme": "FP8"}),
     ("GPTQModifier", {"scheme": "W4A16_ASYM", "actorder": None}),
     ("GPTQModifier", {"scheme": "NVFP4A16", "observer": "mse"}),
     ("SparseGPTModifier", {"sparsity": 0.3}),
@@ -191,7 +193,11 @@ def _ready(name: str, keys: dict[str, Any]) -> Modifier:
 def _apply(modifier: Modifier, values: torch.Tensor, keep: torch.Tensor | None = None) -> Weight:
     """As a run does it: with the statistic that the modifier asks for, or without data."""
     weight, statistic = Weight(LAYER, values.clone(), keep=keep), modifier.statistic(LAYER)
-    assert (statistic is not None) == modifier.needs_data
+    seen = modifier.input_range(LAYER)
+    assert (statistic is not None or seen is not None) == modifier.needs_data
+    if seen is not None:
+        seen.update(_inputs())
+        assert modifier.set_input_scales([weight], seen) == []
     if statistic is None:
         modifier.apply(weight)
         return weight

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.quantization.utils import calculate_qparams
 
-from sparseautomodel.modifiers import MODIFIERS, Layer, ModifierError, Weight
+from sparseautomodel.modifiers import MODIFIERS, Layer, Modifier, ModifierError, Weight
+from sparseautomodel.modifiers.gptq import GPTQModifier
 from sparseautomodel.modifiers.quantization import QuantizationModifier
 from sparseautomodel.modifiers.scheme_keys import SchemeKeys
+from sparseautomodel.ranges import InputRange
 from sparseautomodel.scales import ErrorSearch, find_global_scale, find_scales
 
 
@@ -28,11 +34,86 @@ def test_the_keys_alone_are_no_modifier() -> None:
         SchemeKeys(scheme="W4A16").apply(Weight(_layer(), torch.zeros(256, 256)))
 
 
-@pytest.mark.parametrize(("name", "instead"), [("FP8", "FP8_DYNAMIC"), ("nvfp4", "NVFP4A16")])
-def test_a_preset_that_needs_data_names_one_that_does_not(name: str, instead: str) -> None:
-    with pytest.raises(ModifierError, match=f"needs calibration data for its activation scales.*{instead}") as error:
-        QuantizationModifier(scheme=name)
-    assert error.value.key == "scheme"
+STATIC = {"num_bits": 8, "strategy": "tensor"}
+
+
+def _static(weights: dict[str, Any] | None = None, **inputs: Any) -> dict[str, Any]:
+    return {"config_groups": {"a": _group(**(weights or {"num_bits": 8})) | {"input_activations": inputs or STATIC}}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "instead"),
+    [
+        ({"scheme": "FP8"}, "scheme FP8_DYNAMIC"),
+        ({"scheme": "nvfp4"}, "scheme NVFP4A16"),
+        ({"scheme": {"W8A8": ["re:.*up"], "FP8": ["Linear"]}}, "scheme FP8_DYNAMIC"),
+        ({"config_groups": {"W8A8": ["re:.*up"], "NVFP4": ["Linear"]}}, "scheme NVFP4A16"),
+        (_static(), "dynamic: true in input_activations"),
+    ],
+)
+def test_static_activations_need_data_and_name_what_does_not(keys: dict[str, Any], instead: str) -> None:
+    modifier = QuantizationModifier(**keys)
+    assert modifier.needs_data and not QuantizationModifier.needs_data
+    assert modifier.without_data() == instead
+    assert dataclasses.replace(modifier).needs_data and modifier == QuantizationModifier(**modifier.to_dict())
+    dynamic = QuantizationModifier(scheme="W8A8")
+    assert not dynamic.needs_data and dynamic.without_data() is None
+    assert GPTQModifier(scheme="W8A8").needs_data and GPTQModifier(scheme="FP8").without_data() is None
+
+
+def test_only_static_activations_are_observed() -> None:
+    modifier = QuantizationModifier(scheme={"FP8": ["re:.*up_proj"], "W8A8": ["Linear"]})
+    seen = modifier.input_range(_layer(shape=(64, 256)))
+    assert isinstance(seen, InputRange) and seen.columns == 256 and seen.tokens == 0
+    assert modifier.input_range(_layer("down_proj")) is None and modifier.statistic(_layer()) is None
+    assert Modifier().input_range(_layer()) is None
+    with pytest.raises(NotImplementedError, match="no scales of activations"):
+        Modifier().set_input_scales([], seen)
+
+
+def _weights(*names: str, dtype: torch.dtype = torch.bfloat16) -> list[Weight]:
+    layers = [dataclasses.replace(_layer(name, (8, 64)), dtype=dtype) for name in names]
+    return [Weight(layer, torch.randn(8, 64).to(dtype)) for layer in layers]
+
+
+def _range(*inputs: torch.Tensor) -> InputRange:
+    seen = InputRange(64)
+    for one in inputs:
+        seen.update(one)
+    return seen
+
+
+def test_layers_of_one_input_share_the_scales_of_their_input() -> None:
+    keys = {"scheme": {"FP8": ["re:.*q", "re:.*k"], "W8A8": ["Linear"]}}
+    inputs = torch.randn(30, 64).bfloat16()
+    q, k, v = _weights("q", "k", "v")
+    assert not QuantizationModifier(**keys).set_input_scales([q, k, v], _range(inputs[:7], inputs[7:]))
+    expected = calculate_qparams(inputs.min(), inputs.max(), PRESET_SCHEMES["FP8"]["input_activations"])[0]
+    for weight in (q, k):
+        assert torch.equal(weight.input_scale, expected) and weight.input_scale.dtype == torch.bfloat16
+        assert weight.input_zero_point is None and weight.input_global_scale is None
+    assert v.input_scale is None
+
+
+def test_an_input_without_a_token_takes_the_extremes_of_like_inputs() -> None:
+    """E11: an expert that no token reaches has no scale that is NaN or made of nothing, and it is said."""
+    modifier, others = QuantizationModifier(**_static()), [torch.randn(9, 64).bfloat16() * size for size in (1, 3)]
+    (expert,), (alone,), (reached,) = _weights("experts.2.up"), _weights("up"), _weights("experts.0.up")
+    (error,) = modifier.set_input_scales([expert], _range(), [_range(), *map(_range, others)])
+    assert error.name == "experts.2.up" and "no calibration token" in error.fallback
+    assert not modifier.set_input_scales([reached], _range(*others))
+    assert torch.equal(expert.input_scale, reached.input_scale)
+    (error,) = modifier.set_input_scales([alone], _range())
+    assert "from -1 to 1" in error.fallback and math.isnan(error.before)
+    assert alone.input_scale.tolist() == torch.tensor([1 / 127.5]).bfloat16().tolist()
+
+
+def test_inputs_that_are_not_finite_are_refused() -> None:
+    inputs = torch.randn(9, 64)
+    for value in (torch.nan, torch.inf):
+        inputs[4, 5] = value
+        with pytest.raises(ValueError, match="inputs of up are not finite"):
+            QuantizationModifier(**_static()).set_input_scales(_weights("up"), _range(inputs))
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -80,9 +161,23 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"config_groups": {"a": _group() | {"format": "marlin-24"}}}, "config_groups", "is pack-quantized, not marlin-24"),
     (
-        {"config_groups": {"a": _group() | {"input_activations": {"num_bits": 8}}}},
+        {"config_groups": {"a": _group() | {"output_activations": {"num_bits": 8}}}},
         "config_groups",
-        "need calibration data. Write dynamic: true",
+        "leave output_activations out, or write dynamic: true",
+    ),
+    *(
+        ({"config_groups": {"a": _group() | {"input_activations": inputs}}}, "config_groups", message)
+        for inputs, message in (
+            ({"num_bits": 8, "strategy": "group", "group_size": 32}, "strategy: tensor, not group"),
+            ({"num_bits": 8, "observer": "mse"}, "extremes over all tokens: write observer: minmax, not mse"),
+            ({"num_bits": 16}, "integers of up to 8 bits, or symmetric FP8"),
+            ({"num_bits": 8, "type": "float", "symmetric": False}, "or symmetric FP8"),
+            ({"num_bits": 8, "scale_dtype": "torch.float32"}, "leave scale_dtype and zp_dtype out"),
+            (
+                {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+                "Write scheme: NVFP4",
+            ),
+        )
     ),
 ]
 
