@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from sparseautomodel.walk import Callbacks, LayerSet, find_blocks, walk
+from sparseautomodel.sets import LayerSet
+from sparseautomodel.spill import Spill
+from sparseautomodel.walk import Callbacks, Room, find_blocks, walk
 
 
 class Sum:
     """A statistic: what has been summed up of the inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 1) -> None:
+        self.nbytes = nbytes
         self.value: Tensor | float = 0.0
 
     def update(self, inputs: Tensor) -> None:
@@ -34,10 +37,11 @@ class Recorder(Callbacks):
         self.sets: list[tuple[str, ...]] = []
         self.sums: dict[str, Any] = {}
         self.tokens: dict[str, int] = {}
+        self.blocks: list[tuple[str, Tensor, Tensor]] = []
+        self.ends: list[tuple[Any, Any, Any]] = []
 
-    def enter(self, block: str) -> bool:
+    def enter(self, block: str) -> None:
         self.calls.append(f"enter {block}")
-        return True
 
     def gather(self, names: Sequence[str]) -> list[Any]:
         return [Sum()]
@@ -52,16 +56,22 @@ class Recorder(Callbacks):
     def leave(self, block: str) -> None:
         self.calls.append(f"leave {block}")
 
+    def compare(self, block: str, source: Tensor, result: Tensor) -> None:
+        self.blocks.append((block, source, result))
+
+    def compare_ends(self, row: Any, source: Any, result: Any) -> None:
+        self.ends.append((row, source, result))
+
 
 def linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "." in name]
 
 
-def run(model: nn.Module, batches: list[dict[str, Tensor]], change: float = 1.0) -> Recorder:
+def run(model: nn.Module, batches: list[dict[str, Tensor]], change: float = 1.0, **keys: Any) -> Recorder:
     layers = [name for name in linears(model) if find_blocks(model, [name])]
     blocks = find_blocks(model, layers)
     recorder = Recorder(model, change)
-    walk(model, batches, blocks, {b: [n for n in layers if n.startswith(f"{b}.")] for b in blocks}, recorder)
+    walk(model, batches, blocks, {b: [n for n in layers if n.startswith(f"{b}.")] for b in blocks}, recorder, **keys)
     return recorder
 
 
@@ -190,3 +200,60 @@ def test_a_block_that_runs_twice_is_refused() -> None:
     model = Twice()
     with pytest.raises(ValueError, match="more than once"):
         walk(model, [{"x": torch.rand(2, 4)}], ["layers.0", "last.0"], {}, Recorder(model))
+
+
+def test_in_parts_gives_what_one_forward_gives(
+    tiny_llama: Path, batches: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    done = []
+    for room in (Room(), Room(Spill(tmp_path, 0), 0), Room(Spill(tmp_path, 0), 1 << 40)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+        done.append(run(model, batches, 0.5, room=room))
+    whole, parts, spilled = done
+    assert whole.sets == parts.sets == spilled.sets
+    assert whole.tokens == parts.tokens == spilled.tokens
+    for name, value in whole.sums.items():
+        assert torch.equal(value, parts.sums[name]) and torch.equal(value, spilled.sums[name])
+
+
+def test_a_part_has_as_many_sets_as_have_room(
+    tiny_llama: Path, batches: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    expected = inputs_of(model, batches)  # of the dense model: all sets of a block are seen before one is solved
+    recorder = run(model, batches, 0.5, room=Room(Spill(tmp_path, 0), 4))  # four sets of one byte
+    for name in recorder.sums:
+        if "layers.0" in name:
+            torch.testing.assert_close(recorder.sums[name], expected[name])
+
+
+def test_witnesses_see_both_models(tiny_llama: Path, batches: list[dict[str, Tensor]]) -> None:
+    source = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    rows = [{"input_ids": torch.randint(1, 250, (1, 11))} for _ in range(2)]
+    recorder = run(model, batches, 0.5, witnesses=rows)
+    assert set(recorder.tokens.values()) == {2 * 9 + 3 * 5 + 16}
+    assert [name for name, _, _ in recorder.blocks] == [f"model.layers.{number}" for number in (0, 0, 1, 1)]
+    with torch.no_grad():
+        for row, (ends, first, second) in zip(rows, recorder.ends, strict=True):
+            assert ends is row
+            torch.testing.assert_close(first.logits, source(**row).logits)
+            torch.testing.assert_close(second.logits, model(**row).logits)
+            assert not torch.allclose(first.logits, second.logits)
+
+
+def test_layers_outside_the_blocks_see_every_token(tiny_llama: Path, batches: list[dict[str, Tensor]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    recorder = run(model, batches, 0.5, outside=["lm_head", "model.embed_tokens"])
+    model.model.embed_tokens.weight.data.mul_(2)  # it was solved last, without a token
+    changed = inputs_of(model, batches)
+    assert recorder.sets[-2:] == [("lm_head",), ("model.embed_tokens",)]
+    assert recorder.tokens["lm_head"] == 2 * 9 + 3 * 5 + 16 and recorder.tokens["model.embed_tokens"] == 0
+    torch.testing.assert_close(recorder.sums["lm_head"], inputs_of_head(model, batches))
+    torch.testing.assert_close(recorder.sums["model.layers.1.mlp.down_proj"], changed["model.layers.1.mlp.down_proj"])
+
+
+def inputs_of_head(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
+    with torch.no_grad():
+        hidden = [model.model(**batch).last_hidden_state.flatten(0, 1).double().sum(0) for batch in batches]
+    return torch.stack(hidden).sum(0)

@@ -1,0 +1,74 @@
+"""Waiting tensors: the same values and the same object, in a file above the budget, with nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparseautomodel.spill import Spill
+
+
+def anonymous() -> int:
+    """Bytes of this process that no file stands behind."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_and_views_of_a_spilled_tensor(dtype: torch.dtype, tmp_path: Path) -> None:
+    spill = Spill(tmp_path, 0)
+    tensor = torch.randn(64, 8, 256).to(dtype)
+    before, same = tensor.clone(), tensor
+    spill.wait(tensor)
+    spill.rest()
+    assert same is tensor and tensor.shape == (64, 8, 256) and tensor.dtype == dtype
+    assert torch.equal(tensor, before) and torch.equal(tensor[3:5].flatten(), before[3:5].flatten())
+    spill.rest()
+    tensor.div_(2)  # what was changed after it came back stays changed, through the next wait too
+    spill.wait(tensor)
+    spill.rest()
+    assert torch.equal(tensor, before / 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_above_the_budget_leave_memory(tmp_path: Path) -> None:
+    spill, size = Spill(tmp_path, 8 << 20), 4 << 20
+    tensors = []
+    for number in range(12):
+        tensors.append(torch.full((size // 4,), float(number)))
+        spill.wait(tensors[-1])
+    spill.rest()
+    held = anonymous()
+    mapped = [tensor for tensor in tensors if spill._is_mapped(tensor)]
+    assert len(mapped) == 10  # two have room
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+    spill.rest()
+    assert anonymous() < held + size
+    del tensors, mapped
+    gc.collect()
+    assert not spill._mapped
+
+
+def test_room_is_given_back_by_tensors_that_are_gone(tmp_path: Path) -> None:
+    spill = Spill(tmp_path, 1 << 20)
+    for _ in range(5):
+        tensor = torch.ones(1 << 18)
+        spill.wait(tensor)
+        spill.wait(tensor)  # twice is once
+        assert not spill._is_mapped(tensor)
+        del tensor
+
+
+def test_what_cannot_be_moved_stays(tmp_path: Path) -> None:
+    spill = Spill(tmp_path, 0)
+    whole = torch.randn(512, 512)
+    for tensor in (whole[:, ::2], whole[1:], whole.t(), torch.randn(4), torch.empty(512, 512, device="meta")):
+        before = None if tensor.is_meta else tensor.clone()
+        spill.wait(tensor)
+        assert not spill._mapped
+        assert before is None or torch.equal(tensor, before)
