@@ -309,6 +309,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page.  [default: DIR/compression_report.html]")
     ] = None,
+    as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
     """Write one HTML page about a compressed model.
@@ -316,10 +317,14 @@ def report(
     Sizes, verdict, errors, schemes, zeros, time and memory, from compression_report.json; it needs no network. Prints
     where the page is.
     """
-    with working(False, traceback):
+    with working(as_json, traceback):
         from sparseautomodel.report_page import write_report
 
-        typer.echo(write_report(folder, output))
+        page = str(write_report(folder, output))
+    if as_json:
+        print_json({"page": page})
+    else:
+        typer.echo(page)
 
 
 @recipes_app.callback()

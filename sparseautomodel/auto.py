@@ -11,7 +11,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.integrations.accelerate import check_and_set_device_map
 from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
-from sparseautomodel.layers import quantization_of
+from sparseautomodel.layers import attention_modules, cache_scales, quantization_of
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
@@ -144,6 +144,10 @@ def _load(
     dtype = options["dtype"] = _dtype(kwargs, config, tensors)
     if plan.unties and architecture.can_untie:
         _untie(config)
+    scales = cache_scales(tensors, config)
+    cache = plan.cache if not plan.layers and execution != "dense" else None
+    if cache is None:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     layers = [
@@ -160,8 +164,9 @@ def _load(
     stored = {name: scheme for name, scheme in plan.schemes.items() if name not in dense}
     tensors = decode(tensors, dense, layers) if dense else tensors
     if stored:
-        written = write_config(stored, plan.all_layers)
-        options["quantization_config"] = CompressedConfig(written, _stored_layers(tensors, layers, stored))
+        written, modules = write_config(stored, plan.all_layers, cache), _stored_layers(tensors, layers, stored)
+        held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
+        options["quantization_config"] = CompressedConfig(written, modules, held)
     model_class: Any = architecture.model_class
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
@@ -207,6 +212,24 @@ def _stored_layers(
             expert = match[1] if match else None
             result.append(StoredLayer(layer.module, schemes[layer.name], parts, layer.shape, layer.dtype, expert))
     return tuple(result)
+
+
+def _cache_parts(
+    architecture: Architecture,
+    plan: Plan,
+    tensors: Mapping[str, LazyTensor],
+    scales: Iterable[str],
+    dtype: torch.dtype,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The scales of the cache as the model holds them: full parameter name -> shape and dtype."""
+    modules = attention_modules(architecture.skeleton, plan.all_layers)
+    found = {}
+    for name in scales:
+        owner, _, part = name.rpartition(".")
+        if owner in modules:  # else it is said to be unexpected
+            kind = loaded_dtype(part, tensors[name].dtype, dtype)
+            found[f"{modules[owner][0]}.{part}"] = tuple(tensors[name].shape), kind
+    return found
 
 
 def _initialized(

@@ -51,6 +51,8 @@ class Calibrated:
     """The check of the whole model; None where no row was left for it."""
     batches: Batches
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What the recipe asked for and could not be had."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -134,6 +136,7 @@ def calibrate(
         quality=work.comparison.quality(),
         batches=batches,
         seconds=time.perf_counter() - started,
+        notes=work.smoother.notes(),
     )
 
 

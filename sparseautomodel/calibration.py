@@ -93,7 +93,7 @@ def _positions(model: nn.Module | None, tokenizer: Any) -> Iterator[int]:
     """Limits on the length of a row, where they are known."""
     if model is not None:
         config: Any = model.config
-        known = getattr(config.get_text_config(), "max_position_embeddings", None)
+        known = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
         if isinstance(known, int) and known > 0:
             yield known
         # What the model has may include positions that stand for padding.

@@ -175,7 +175,7 @@ def bars(description: str, rows: Sequence[tuple[str, str, Sequence[float]]]) -> 
         drawn = ""
         for number, value in enumerate(values):
             kind = "new" if number == len(values) - 1 else "old"
-            width = f"{100 * value / largest:.3f}%"
+            width = f"{100 * max(0.0, value) / largest:.3f}%"
             drawn += f'<rect class="{kind}" x="0" y="{number * _BAR}" width="{width}" height="{_BAR - 2}" rx="1"/>'
         parts.append(f'<div class="label"><span>{escape(name)}</span><span>{escape(figures)}</span></div>')
         parts.append(_svg(f"{name}: {figures}", description, len(values) * _BAR, drawn))

@@ -7,9 +7,12 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationArgs
+
 from sparseautomodel.architecture import Architecture
-from sparseautomodel.layers import StoredLayers, quantization_of
+from sparseautomodel.layers import StoredLayers, is_attention, quantization_of
 from sparseautomodel.modifiers import Layer, Modifier
+from sparseautomodel.modifiers.scheme_keys import SchemeKeys
 from sparseautomodel.quantization_config import same_storage
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.transform import LayerPlan, describe
@@ -252,6 +255,34 @@ def fused_sets(names: Iterable[str]) -> list[list[str]]:
                 siblings = [f"{parent}.{part}" for part in family if f"{parent}.{part}" in present]
                 sets += [siblings] if len(siblings) > 1 else []
     return sets
+
+
+def cache(recipe: Recipe | None, architecture: Architecture) -> tuple[QuantizationArgs | None, list[str]]:
+    """How keys and values are stored, by the recipe or else in the files as they are; and what is wrong with it."""
+    if recipe is None:
+        given = (quantization_of(architecture.config) or {}).get("kv_cache_scheme")
+        return None if given is None else QuantizationArgs.model_validate(given), []
+    found = [one for modifier in recipe.modifiers if (one := _cache_scheme(modifier)) is not None]
+    if not found:
+        return None, []
+    if any(one != found[0] for one in found):
+        return found[0], ["kv_cache_scheme is given twice, and differently: a model has one cache"]
+    attention = [module for module in architecture.skeleton.modules() if is_attention(module)]
+    name = type(architecture.skeleton).__name__
+    if not attention:
+        return found[0], [f"{name} has no attention that keeps keys and values: leave kv_cache_scheme out"]
+    two_caches = getattr(architecture.config, "is_encoder_decoder", False)
+    if two_caches or len({module.layer_idx for module in attention}) < len(attention):
+        return found[0], [f"{name} has more than one attention a layer of its cache: leave kv_cache_scheme out"]
+    if any(hasattr(module, "kv_b_proj") for module in attention):
+        return found[0], [
+            f"servers cache what the keys and values of {name} are made of, not these: leave kv_cache_scheme out"
+        ]
+    return found[0], []
+
+
+def _cache_scheme(modifier: Modifier) -> QuantizationArgs | None:
+    return modifier.cache_scheme() if isinstance(modifier, SchemeKeys) else None
 
 
 def experts(recipe: Recipe, architecture: Architecture, layers: Sequence[Layer]) -> list[str]:

@@ -11,12 +11,15 @@ from sparseautomodel.architecture import Architecture
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer
+from sparseautomodel.quantization_config import CACHE_SCALES
 
 EXPLAINED = re.compile(r"(^|\.)(mtp\w*|nextn\w*|medusa\w*|eagle\w*|rotary_emb\.inv_freq)(\.|$)")
 """Names of draft heads, which servers use and model classes leave out, and of buffers that older versions saved."""
 
 
-def check_names(checkpoint: Checkpoint, architecture: Architecture, compressed: Collection[str]) -> list[str]:
+def check_names(
+    checkpoint: Mapping[str, LazyTensor], architecture: Architecture, compressed: Collection[str]
+) -> list[str]:
     """Every parameter has a tensor, of its shape where it is stored dense, and every tensor a place.
 
     `compressed` are the layers that have a scheme, whose tensors `check_parts` looks at.
@@ -99,6 +102,20 @@ def _layer_parts(layer: Layer, scheme: Any, there: Mapping[str, LazyTensor]) -> 
                 f"{prefix}{part} is {list(tensor.shape)} {tensor.dtype}, the scheme says {list(shape)} {dtype}"
             )
     return problems
+
+
+def check_cache(scales: Collection[str], modules: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Every attention module has a scale of its keys and one of its values, and nothing else has.
+
+    Args:
+        scales: names of the scales in the checkpoint, and of zero points.
+        modules: the attention modules that hand keys and values to a cache, by their names in the checkpoint.
+    """
+    wanted = [f"{name}.{part}" for name in modules for part in CACHE_SCALES]
+    lacking = [name for name in wanted if name not in scales]
+    problems = [f"the cache is quantized, and {few(lacking)} are missing: servers take 1.0"] if lacking else []
+    odd = [name for name in scales if name.rpartition(".")[0] not in modules]
+    return problems + ([f"{few(odd)}: no attention module is there that has a cache"] if odd else [])
 
 
 def few(names: Iterable[str], limit: int = 8) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer
@@ -124,6 +124,15 @@ LIMITS = (
     ),
     Limit(
         VLLM_CPU,
+        "FP8 activations with a scale found beforehand: its CPU build lacks static_scaled_fp8_quant (dynamic ones run)",
+        lambda scheme, layer: (
+            observes_inputs(scheme)
+            and scheme.weights.type == scheme.input_activations.type == "float"
+            and scheme.weights.num_bits == 8
+        ),
+    ),
+    Limit(
+        VLLM_CPU,
         "FP8 blocks that do not divide the layer",
         lambda scheme, layer: (
             scheme.weights.strategy == "block"
@@ -148,11 +157,15 @@ LIMITS = (
 
 
 def consumers_of(
-    schemes: Iterable[tuple[Layer, QuantizationScheme]], dense: Iterable[Layer] = (), initialized: Sequence[str] = ()
+    schemes: Iterable[tuple[Layer, QuantizationScheme]],
+    dense: Iterable[Layer] = (),
+    initialized: Sequence[str] = (),
+    cache: QuantizationArgs | None = None,
 ) -> tuple[Consumer, ...]:
     """A verdict of each consumer on a checkpoint whose layers are stored by these schemes, and others `dense`.
 
-    `initialized` are classes that draw initial values for the layers inside them, see `Architecture.initializes`.
+    `initialized` are classes that draw initial values for the layers inside them, see `Architecture.initializes`;
+    `cache` is how keys and values are stored.
     """
     schemes = list(schemes)
     experts = any(layer.expert for layer, _ in schemes)
@@ -170,5 +183,12 @@ def consumers_of(
                 f"{', '.join(initialized)}: draws initial values for layers that have no plain weight, and fails "
                 "(our loader opens it)"
             )
+        if cache is not None and name == TRANSFORMERS:
+            reasons.append(
+                "scales of a quantized cache: it leaves them out, with a warning, and keeps the cache as it is "
+                "(compressed-tensors looks for an argument past_key_values, which is called cache now)"
+            )
+        if cache is not None and name == VLLM_CPU and cache.type == "int":
+            reasons.append("a cache of integers: it takes FP8 only")
         verdicts.append(Consumer(name, not reasons, tuple(reasons)))
     return tuple(verdicts)

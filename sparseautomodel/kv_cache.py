@@ -1,8 +1,9 @@
-"""Scales of a quantized cache: the largest keys and values of each layer, seen where the model hands them to its cache."""
+"""Scales of a quantized cache: the largest keys and values of each layer, seen where the model hands them over."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sparseautomodel.checkpoint import LazyTensor, Reads, StoredTensor
+from sparseautomodel.layers import attention_modules
 from sparseautomodel.modifiers import Layer
+from sparseautomodel.quantization_config import CACHE_SCALES
 from sparseautomodel.scales import find_input_scales
 
 
@@ -34,7 +37,8 @@ class ObservedCache(Cache):
     def argument(self, model: nn.Module) -> dict[str, Any]:
         """This cache under the name that the forward of `model` has for it; empty where it takes none."""
         names = inspect.signature(model.forward).parameters
-        return {name: self for name in ("cache", "past_key_values") if name in names and not _more(names, name)}
+        name = next((name for name in ("cache", "past_key_values") if name in names), None)
+        return {} if name is None else {name: self}
 
     def largest(self) -> dict[int, tuple[Tensor, Tensor]]:
         """`layer_idx` -> the largest magnitudes of its keys and of its values, each `[]` in their dtype."""
@@ -98,42 +102,19 @@ def kv_scales(
             f"{type(model).__name__} has put nothing in its cache on the calibration data, so there are no scales for "
             "it: leave kv_cache_scheme out"
         )
+    modules = attention_modules(model, layers)
     result: dict[str, LazyTensor] = {}
     for index, found in sorted(observed.largest().items()):
-        module = _attention(model, index)
-        name = checkpoint_name(module, layers)
-        for part, value in zip(("k_scale", "v_scale"), found, strict=True):
+        names = [name for name, (_, number) in modules.items() if number == index]
+        if len(names) != 1:
+            listed = ", ".join(names) or "none"
+            raise ValueError(f"layer {index} of the cache must belong to one attention module, found {listed}")
+        for part, value in zip(CACHE_SCALES, found, strict=True):
             largest = float(value)
-            if not largest < float("inf"):
-                raise ValueError(f"the {part[0]} states of {name} are not finite on the calibration data")
+            if not math.isfinite(largest):
+                raise ValueError(f"the {part[0]} states of {names[0]} are not finite on the calibration data")
             scale, _, _ = find_input_scales(-largest, largest, scheme, value.dtype)
             assert scale is not None
-            full = f"{name}.{part}"
-            result[full] = StoredTensor(full, tuple(scale.shape), scale.dtype, "memory", scale, Reads())
+            full = f"{names[0]}.{part}"
+            result[full] = StoredTensor(full, (1,), scale.dtype, "memory", scale, Reads())
     return result
-
-
-def checkpoint_name(module: str, layers: Sequence[Layer]) -> str:
-    """Name in the checkpoint of a module of the model, from the names of the layers inside."""
-    for layer in layers:
-        inside = layer.module.removeprefix(module)
-        if not layer.expert and inside.startswith(".") and layer.name.endswith(inside):
-            return layer.name.removesuffix(inside)
-    raise ValueError(f"there is no layer in {module}, from which its name in the checkpoint could be told")
-
-
-def _attention(model: nn.Module, index: int) -> str:
-    found = [name for name, module in model.named_modules() if is_attention(module) and module.layer_idx == index]
-    if len(found) != 1:
-        listed = ", ".join(found) or "none"
-        raise ValueError(f"layer {index} of the cache must belong to one attention module, found {listed}")
-    return found[0]
-
-
-def is_attention(module: nn.Module) -> Any:
-    """Whether a module hands keys and values to a cache."""
-    return "attention" in type(module).__name__.lower() and isinstance(getattr(module, "layer_idx", None), int)
-
-
-def _more(names: Any, name: str) -> bool:
-    return name == "past_key_values" and "cache" in names

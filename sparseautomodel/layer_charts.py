@@ -144,7 +144,8 @@ def error_panels(errors: Sequence[Measured], stacks: Sequence[Stack]) -> str:
     caption = (
         "Squared error of a layer's output, relative to the output, on the calibration data; a column for each block. "
         "Filled: the result. Open: the plain method, round to nearest or magnitude. Red: the plain result was kept. "
-        "Several experts or steps in one place are drawn as their median, with a line from least to most. "
+        "Several experts or steps in one place are drawn as their median, with a line from least to most, "
+        "red if half are plain. "
         f"Logarithmic, one scale for all.{_left_out(len(panels))}"
     )
     shown = "".join(panels[:_MOST_KINDS])
@@ -159,7 +160,9 @@ def _mark(column: int, group: Sequence[Measured]) -> Mark:
     name = first.layer.name if len(group) == 1 else f"block {first.layer.block}, {len(group)} results"
     label = f"{name}: {percent(value)}" + (f", plain {percent(plain)}" if plain is not None else "")
     spread = (min(values), max(values)) if len(group) > 1 else None
-    return Mark(column, value, label, plain, spread, any(error.fallback is not None for error in group))
+    kept = sum(error.fallback is not None for error in group)
+    label += f", {kept} of them plain results" if kept and len(group) > 1 else ""
+    return Mark(column, value, label, plain, spread, kept > 0 and 2 * kept >= len(group))
 
 
 def worst_tables(errors: Sequence[Measured]) -> str:
@@ -266,8 +269,8 @@ def rows_of(report: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def number_of(value: Any) -> float | None:
-    """A finite number, or None."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """The number, if it is one that can be drawn: finite, and no integer beyond what a float holds."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
     return float(value) if known else None
 
 

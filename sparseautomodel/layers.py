@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
+from torch import nn
 
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.checkpoint import LazyTensor
 from sparseautomodel.modifiers import Layer
-from sparseautomodel.quantization_config import QUANT_METHOD, read_schemes
+from sparseautomodel.quantization_config import CACHE_SCALES, QUANT_METHOD, read_schemes
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,39 @@ def stored_layers(checkpoint: Mapping[str, LazyTensor], architecture: Architectu
     )
     everything = [layer for layer in layers if layer.name not in owned] + compressed
     return StoredLayers(tuple(everything), schemes, rest, tuple(problems))
+
+
+def attention_modules(model: nn.Module, layers: Iterable[Layer]) -> dict[str, tuple[str, int]]:
+    """Modules that hand keys and values to a cache: name in the checkpoint -> name in the model, index in the cache.
+
+    Those that take the keys and values of another layer are not among them. What a module is called in the checkpoint
+    is told by the names of `layers`.
+    """
+    found = {name: int(module.layer_idx) for name, module in model.named_modules() if is_attention(module)}
+    result: dict[str, tuple[str, int]] = {}
+    for layer in layers:
+        module = "" if layer.expert else layer.module
+        while module := module.rpartition(".")[0]:
+            inside = layer.module.removeprefix(module)
+            if module in found and layer.name.endswith(inside):
+                result[layer.name.removesuffix(inside)] = module, found[module]
+    return result
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module hands keys and values to a cache."""
+    named = "attention" in type(module).__name__.lower() and isinstance(getattr(module, "layer_idx", None), int)
+    encodes, shares = not getattr(module, "is_causal", True), getattr(module, "is_kv_shared_layer", False)
+    return named and not encodes and not shares
+
+
+def cache_scales(names: Iterable[str], config: Any) -> dict[str, None]:
+    """The tensors that hold the scales of a quantized cache, where the config says that there is one; with them the
+    zero points, all 0, that older tools stored."""
+    if not (quantization_of(config) or {}).get("kv_cache_scheme"):
+        return {}
+    parts = (*CACHE_SCALES, "k_zero_point", "v_zero_point")
+    return dict.fromkeys(name for name in names if name.rpartition(".")[2] in parts)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

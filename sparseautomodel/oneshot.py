@@ -142,7 +142,7 @@ def oneshot(
             tokenizer.save_pretrained(folder)
         report = _report(plan, checkpoint, output, started)
         if calibrating:
-            report = replace(report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes))
+            report = replace(report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes, *done.notes))
             if done.quality is not None and not done.quality.passed:
                 warnings.warn(str(done.quality), stacklevel=2)
         _write_provenance(folder, report, recipe, model, loader.__name__, **config_keys)
@@ -175,7 +175,7 @@ def _write_config(
     config.pop("quantization_config", None)
     if plan.schemes:
         layers = [*plan.all_layers, *_unknown_layers(checkpoint, architecture)]
-        config["quantization_config"] = write_config(plan.schemes, layers)
+        config["quantization_config"] = write_config(plan.schemes, layers, plan.cache)
     dtype = config.get("dtype") or config.get("torch_dtype") or _first_dtype(checkpoint)
     config["dtype"] = config["torch_dtype"] = dtype
     if plan.unties:

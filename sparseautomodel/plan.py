@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from transformers import AutoConfig
 
 from sparseautomodel import checks
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.consumers import Consumer, consumers_of
-from sparseautomodel.layers import StoredLayers, quantization_of, stored_layers
+from sparseautomodel.layers import StoredLayers, cache_scales, quantization_of, stored_layers
 from sparseautomodel.modifiers import Layer, Modifier, ModifierError
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.transform import LayerPlan, decode, describe, scan, transform
@@ -74,6 +74,8 @@ class Plan:
     schemes: Mapping[str, QuantizationScheme] = field(default_factory=dict, repr=False)
     """Layer name -> how it is stored afterwards, whether this recipe did it or the source came so."""
     all_layers: tuple[Layer, ...] = field(default=(), repr=False)
+    cache: QuantizationArgs | None = field(default=None, repr=False)
+    """How keys and values are stored; None: as they are."""
     unties: bool = False
     """Whether tied layers come apart because only one of them is changed, or because the format cannot tie."""
 
@@ -168,7 +170,8 @@ def make_plan(
     """The plan for an open checkpoint. Errors are collected, not raised; without data, modifiers that need it are."""
     stored = stored_layers(checkpoint, architecture)
     misfits = architecture.misshapen(checkpoint)
-    problems, warnings = list(stored.problems), misfits + architecture.missing_experts()
+    cache, wrong = checks.cache(recipe, architecture)
+    problems, warnings = [*stored.problems, *wrong], misfits + architecture.missing_experts()
     notes: list[str] = []
     plans: list[LayerPlan] = []
     layers = list(stored.layers)
@@ -191,6 +194,7 @@ def make_plan(
     schemes = dict(stored.schemes) if not plans else {}
     schemes |= {plan.layer.name: plan.scheme for plan in plans if plan.scheme is not None}
     compressed = [(layer, schemes[layer.name]) for layer in candidates if layer.name in schemes]
+    dense = [layer for layer in candidates if layer.name not in schemes]
     unties = _unties(architecture, checkpoint, plans, [layer for layer, _ in compressed])
     if unties and recipe is not None and not architecture.can_untie:
         problems.append(
@@ -215,17 +219,14 @@ def make_plan(
         nbytes_after=after,
         peak_load_nbytes=LIBRARIES_NBYTES + after + 2 * largest,
         peak_stream_nbytes=LIBRARIES_NBYTES + 2 * largest,
-        consumers=consumers_of(
-            compressed,
-            [layer for layer in candidates if layer.name not in schemes],
-            architecture.initializes([layer for layer, _ in compressed]),
-        ),
+        consumers=consumers_of(compressed, dense, architecture.initializes([layer for layer, _ in compressed]), cache),
         notes=tuple(dict.fromkeys(notes)),
         warnings=tuple(dict.fromkeys(warnings)),
         errors=tuple(dict.fromkeys(problems)),
         layers=tuple(plans),
         shared_scales=tuple(checks.shared_scales(plans)),
         schemes=schemes,
+        cache=cache,
         all_layers=(*candidates, *architecture.unstored_layers(candidates)),
         unties=unties,
     )
@@ -240,7 +241,9 @@ def planned_tensors(
         return dict(tensors)
     if quantization_of(architecture.config) is not None:
         stored = stored_layers(checkpoint, architecture)
-        tensors = decode(tensors, stored.schemes, stored.layers)
+        scales = cache_scales(tensors, architecture.config)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in scales}
+        tensors = decode(kept, stored.schemes, stored.layers)
     result = transform(tensors, scan(plan.layers, tensors), plan.shared_scales, device)
     spelled = {} if plan.unties else architecture.tied_names(result)
     return {spelled.get(name, name): tensor for name, tensor in result.items()}

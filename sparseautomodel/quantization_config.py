@@ -15,16 +15,22 @@ from sparseautomodel.modifiers import Layer
 
 QUANT_METHOD = "compressed-tensors"
 
+CACHE_SCALES = ("k_scale", "v_scale")
+"""What an attention module has where its keys and values are quantized."""
+
 SCALE_DTYPE_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized")
 """Formats that are told apart by `scale_dtype`; elsewhere older parsers refuse the field."""
 
 
-def write_config(schemes: Mapping[str, QuantizationScheme], layers: Sequence[Layer]) -> dict[str, Any]:
+def write_config(
+    schemes: Mapping[str, QuantizationScheme], layers: Sequence[Layer], cache: QuantizationArgs | None = None
+) -> dict[str, Any]:
     """The config for a checkpoint whose `layers` are stored by `schemes` (layer name -> scheme), all others dense.
 
     The scheme of most layers is written for the class `Linear`, which servers look for, with what stays dense in
     `ignore`; other schemes are written for name patterns, which come before class names. Fields that do not apply or
-    have their default value are left out, `sparsity_config` among them: older and stricter parsers refuse them.
+    have their default value are left out, `sparsity_config` among them: older and stricter parsers refuse them. `cache`
+    is how keys and values are stored.
 
     Raises:
         ValueError: what was written would be read back differently.
@@ -55,6 +61,8 @@ def write_config(schemes: Mapping[str, QuantizationScheme], layers: Sequence[Lay
         "config_groups": config_groups,
         "ignore": _patterns(dense, [layer for layer in layers if layer.name in schemes]),
     }
+    if cache is not None:
+        config["kv_cache_scheme"] = _args(cache, False)
     _check_round_trip(config, schemes, layers)
     return config
 

@@ -50,8 +50,12 @@ class CompressedConfig(QuantizationConfigMixin):
 
     quant_method: Any = NAME
 
-    def __init__(self, written: dict[str, Any], layers: tuple[StoredLayer, ...]) -> None:
-        self.written, self.layers = written, layers
+    def __init__(self, written: dict[str, Any], layers: tuple[StoredLayer, ...], cache: Parts | None = None) -> None:
+        """
+        Args:
+            cache: the scales of a quantized cache, by their full names in the model.
+        """
+        self.written, self.layers, self.cache = written, layers, cache or {}
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.written)
@@ -85,6 +89,10 @@ class CompressedQuantizer(HfQuantizer):
         if experts:  # no experts are merged then, not even those that stay dense: the names do not tell them apart
             for name, merged in expert_merges(model).items():
                 put_experts(model, name, experts.get(name, []), merged)
+        for name, (shape, dtype) in self.quantization_config.cache.items():
+            owner, _, part = name.rpartition(".")
+            scale = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            model.get_submodule(owner).register_parameter(part, scale)
         ties = getattr(model, "all_tied_weights_keys", None)
         if ties:
             packed = {f"{layer.module}.weight" for layer in self.quantization_config.layers}
@@ -96,6 +104,8 @@ class CompressedQuantizer(HfQuantizer):
             if isinstance(module, (CompressedLinear, CompressedEmbedding)):
                 for name, value in module.named_parameters(recurse=False):
                     value.requires_grad_(name == "bias")
+        for name in self.quantization_config.cache:
+            model.get_parameter(name).requires_grad_(False)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Experts that stay compressed are not merged: their tensors go to the modules of the same names."""

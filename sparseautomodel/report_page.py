@@ -61,7 +61,7 @@ def write_report(folder: str | os.PathLike[str], output: str | os.PathLike[str] 
         raise ValueError(f"output={str(target)!r}: there is no folder {str(target.parent)!r}. Make it first")
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def _quality(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
         )
         return "Perplexity", "not finite" if result is None else f"{result:.2f}", change
     if divergence is None:
-        return "Quality", "not measured", "sparseautomodel eval does"
+        return "Quality", "-", "not measured"
     if kind == "logits":
         return "Divergence", f"{divergence:.3g} nats", "mean over the logits"
     return "Error", percent(divergence), "of the hidden states"

@@ -25,6 +25,7 @@ _MOST_LINEAR = 3
 Names = tuple[str, ...]
 Kind = Literal["weight", "one_plus_weight", "rows"]
 Wants = Callable[[Names, str, Kind], bool]
+_NORMS: tuple[Kind, Kind] = ("weight", "one_plus_weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +100,6 @@ def find_pairs(
         sets: names relative to the block. Sets without a pair are not in the result, so are those that the batch does
             not reach, and those that share their input with another set.
         wants: whether a producer may be tried, given the set, the producer and its kind; None: all may.
-
-    >>> find_pairs(block, lambda: block(states), [("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("attn.o_proj",)])
     """
     with torch.no_grad():
         search = _Search(block, run, sets, wants or (lambda names, producer, kind: True))
@@ -115,10 +114,7 @@ def find_pairs(
             elif pair is not None and not pair.companions:
                 alike[names] = _renumbered(pair, model, names)
         if not search.holds(alike):
-            tried = {
-                names: pair if search.holds({names: pair}) else search.find(names) for names, pair in alike.items()
-            }
-            alike = {names: pair for names, pair in tried.items() if pair is not None}
+            alike = {names: pair for names, pair in alike.items() if search.holds({names: pair})}
         known = {names: pair for names, pair in found.items() if pair is not None} | alike
         return {names: known[names] for names in sets if names in known}
 
@@ -136,8 +132,7 @@ class _Call:
     makes: tuple[int, ...] | None
     inputs: Tensor | None
     output: Tensor | None
-    held: Any
-    """What was passed: alive, so that nothing else gets its address."""
+    held: Any  # what was passed: alive, so that nothing else gets its address
 
 
 class _Search:
@@ -156,9 +151,8 @@ class _Search:
 
     def find(self, names: Names) -> Pair | None:
         """The first candidate with which all outputs stay as they are."""
-        if not bool(self._output.isfinite().all()):
-            return None
-        return next((pair for pair in self._candidates(names) if self.holds({names: pair})), None)
+        candidates = self._candidates(names) if bool(self._output.isfinite().all()) else ()
+        return next((pair for pair in candidates if self.holds({names: pair})), None)
 
     def holds(self, pairs: Mapping[Names, Pair]) -> bool:
         """Whether nothing that the block computes changes when the inputs of all these sets do."""
@@ -177,15 +171,10 @@ class _Search:
         rounded = self._short and any(pair.kind == "one_plus_weight" for pair in pairs.values())
         most = 0.1 if rounded else 1e-2 if self._short else 1e-3
         changed = {pair.producer for pair in pairs.values()}
-        return (
-            [call.name for call in calls] == [call.name for call in self._calls]
-            and all(
-                _same(one.output, other.output, most)
-                for one, other in zip(self._calls, calls, strict=True)
-                if one.name not in changed
-            )
-            and _same(self._output, output, most)
-        )
+        if [call.name for call in calls] != [call.name for call in self._calls]:
+            return False
+        both = [(one, other) for one, other in zip(self._calls, calls, strict=True) if one.name not in changed]
+        return all(_same(one.output, other.output, most) for one, other in both) and _same(self._output, output, most)
 
     def _candidates(self, names: Names) -> Iterator[Pair]:
         first = next(number for number, call in enumerate(self._calls) if call.name in names)
@@ -200,8 +189,7 @@ class _Search:
         for name in dict.fromkeys(call.name for call in reversed(earlier) if call.makes == key):
             weight = _weight(self._block.get_submodule(name))
             if weight is not None and weight.shape == (width,):
-                kinds: tuple[Kind, Kind] = ("weight", "one_plus_weight")
-                for kind in kinds:
+                for kind in _NORMS:
                     if self._wants(names, name, kind):
                         yield Pair(name, kind, channels, width, companions)
         tried = 0
@@ -254,9 +242,9 @@ class _Search:
             ):
                 return rows  # each row makes its own channel: the trial will tell if the other digits differ
             found += (exponents - 1) * self._base**digit
-        if not bool(live.all()) and len(found[live].unique()) < int(live.sum()):
-            return None  # a row that several channels read may make a silent one too, and which is not known
-        if bool((found[live] >= len(rows)).any()):
+        # A row that several channels read may make a silent one too, and which is not known.
+        unclear = not bool(live.all()) and len(found[live].unique()) < int(live.sum())
+        if unclear or bool((found[live] >= len(rows)).any()):
             return None
         return torch.where(live, rows[found.clamp(0, len(rows) - 1)], -1)
 
@@ -270,9 +258,8 @@ class _Search:
 
         hooks = [self._block.get_submodule(name).register_forward_pre_hook(stop) for name in names]
         try:
-            self._run()
-        except _Reached:
-            pass
+            with contextlib.suppress(_Reached):
+                self._run()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -340,8 +327,7 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _weight(module: nn.Module) -> Tensor | None:
     weight = module._parameters.get("weight")
-    usable = weight is not None and weight.ndim in (1, 2) and weight.is_floating_point()
-    return weight.detach() if usable and weight is not None else None
+    return None if weight is None or weight.ndim not in (1, 2) or not weight.is_floating_point() else weight.detach()
 
 
 def _input_dim(module: nn.Module) -> int:
@@ -351,10 +337,8 @@ def _input_dim(module: nn.Module) -> int:
 
 def _num_rows(module: nn.Module) -> int:
     """Outputs of a linear layer; 0 for everything else."""
-    if isinstance(module, nn.Linear) or _input_dim(module) == 0:
-        weight = _weight(module)
-        return 0 if weight is None else weight.shape[1 - _input_dim(module)]
-    return 0
+    weight = _weight(module) if isinstance(module, nn.Linear) or _input_dim(module) == 0 else None
+    return 0 if weight is None else weight.shape[1 - _input_dim(module)]
 
 
 def _row_choices(count: int, width: int, head_sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -372,11 +356,7 @@ def _row_choices(count: int, width: int, head_sizes: Sequence[int]) -> Iterator[
         for heads in (rest // (2 * size), width // size):
             if heads and count % heads == 0 and width % (heads * size) == 0 and count // heads > size:
                 choices.append(rows.view(heads, -1)[:, -size:].flatten())
-    seen: list[Tensor] = []
-    for choice in choices:
-        if not any(torch.equal(choice, other) for other in seen):
-            seen.append(choice)
-            yield choice
+    yield from {tuple(choice.tolist()): choice for choice in choices}.values()
 
 
 def _exponents(before: Tensor, after: Tensor | None) -> Tensor | None:
@@ -392,18 +372,15 @@ def _exponents(before: Tensor, after: Tensor | None) -> Tensor | None:
 
 
 def _same(one: Tensor | None, other: Tensor | None, most: float) -> bool:
-    if one is None or other is None:
+    if one is None or other is None or one.shape != other.shape:
         return one is other
-    if one.shape != other.shape:
-        return False
     return bool((one.double() - other.double()).norm() <= most * one.double().norm())
 
 
 def _tensor(value: Any) -> Tensor | None:
     """The tensor that a module reads or gives; the first one where there are several."""
-    if isinstance(value, (tuple, list)):
-        return next((item for item in value if isinstance(item, Tensor)), None)
-    return value if isinstance(value, Tensor) else None
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return next((item for item in items if isinstance(item, Tensor)), None)
 
 
 def _key(value: Tensor | None) -> tuple[int, ...] | None:

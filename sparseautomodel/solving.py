@@ -23,7 +23,9 @@ from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTens
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer, Modifier, Weight
 from sparseautomodel.quantizer import put_experts
+from sparseautomodel.ranges import InputRange
 from sparseautomodel.sets import LayerSet
+from sparseautomodel.smoother import Smoother
 from sparseautomodel.statistics import LayerError
 from sparseautomodel.transform import LayerPlan
 from sparseautomodel.walk import Callbacks
@@ -58,6 +60,8 @@ class Solving(Callbacks):
         self._blocks: tuple[str, ...] = ()
         self._ends: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
         self._started = 0.0
+        self._ranges: dict[str, list[InputRange]] = {}
+        self.smoother = Smoother(modifiers, plans)
         self.errors: list[LayerError] = []
         self.seconds: dict[str, float] = {}
         self.comparison = Comparison(causal="CausalLM" in type(self.model).__name__)
@@ -104,7 +108,7 @@ class Solving(Callbacks):
             self._put(name, value)
 
     def enter(self, block: str) -> None:
-        self._started = time.perf_counter()
+        self._started, self._ranges = time.perf_counter(), {}
         for name, _ in list(self.model.get_submodule(block).named_parameters(prefix=block)):
             self._put(name, self._checkpoint[self._names[name]][...])
 
@@ -116,14 +120,17 @@ class Solving(Callbacks):
             self._put(name, self._dense(self._plans[path], known) if changed else known[self._names[name]][...])
         return bool(known)
 
+    def found(self, block: str, sets: Sequence[LayerSet], run: Callable[[], Tensor]) -> None:
+        self.smoother.enter(block, self.model.get_submodule(block), sets, run)
+
     def gather(self, names: Sequence[str]) -> list[Any]:
         found: dict[Any, Any] = {}
         for name in names:
             plan = self._plans[name]
             for modifier in plan.modifiers:
-                statistic = modifier.statistic(plan.layer)
-                if statistic is not None:
-                    found.setdefault(type(statistic), statistic)
+                for statistic in (modifier.statistic(plan.layer), modifier.input_range(plan.layer)):
+                    if statistic is not None:
+                        found.setdefault(type(statistic), statistic)
         return list(found.values())
 
     def solve(self, layers: LayerSet) -> None:
@@ -133,6 +140,12 @@ class Solving(Callbacks):
         weights = {
             plan.layer.name: self._weight(name, plan.layer) for name, plan in zip(layers.names, plans, strict=True)
         }
+        again = self.smoother.smooth(layers, list(weights.values()))
+        if again is not None:
+            self._store(again, self._plans[again], self.smoother.solved(again))
+        for name in layers.names:
+            if name.startswith(self._blocks):  # the values in hand are the only ones from here on
+                self._put(f"{name}.weight", torch.empty_like(self.model.get_parameter(f"{name}.weight"), device="meta"))
         by_type = {type(statistic): statistic for statistic in layers.statistics}
         for modifier in self._modifiers:
             mine = [weights[plan.layer.name] for plan in plans if any(modifier is one for one in plan.modifiers)]
@@ -145,9 +158,22 @@ class Solving(Callbacks):
                     modifier.apply(weight)
             else:
                 found = modifier.solve(mine, by_type[type(statistic)])
-                self.errors += [replace(error, tokens=layers.num_tokens) for error in found]
+                smoothed = layers.names[0] in self.smoother.smoothed
+                self.errors += [replace(error, tokens=layers.num_tokens, smoothed=smoothed) for error in found]
+            if any(modifier.input_range(weight.layer) is not None for weight in mine):
+                self.errors += modifier.set_input_scales(mine, by_type[InputRange], self._ranges_of(layers))
         for name, plan in zip(layers.names, plans, strict=True):
             self._store(name, plan, weights[plan.layer.name])
+            self.smoother.keep(name, weights[plan.layer.name])
+
+    def _ranges_of(self, layers: LayerSet) -> list[InputRange]:
+        """Ranges of the inputs of the same layers in the block's other experts, as far as tokens came to them."""
+        alike = re.sub(r"\.\d+\.", ".*.", layers.names[0])
+        others = self._ranges.setdefault(alike, [])
+        mine = [one for one in layers.statistics if isinstance(one, InputRange) and one.tokens]
+        known = list(others)
+        others += mine
+        return known
 
     def leave(self, block: str) -> None:
         for name, value in list(self.model.get_submodule(block).named_parameters(prefix=block)):
@@ -187,7 +213,9 @@ class Solving(Callbacks):
     def _weight(self, path: str, layer: Layer) -> Weight:
         """The layer's dense values. Zeros that they have already stay zeros, whoever made them."""
         stored = self.model.get_parameter(f"{path}.weight").detach()
-        values = (stored.t() if layer.transposed else stored).clone()
+        values = stored.t() if layer.transposed else stored
+        if not path.startswith(self._blocks):
+            values = values.clone()  # it may be tied, and is compared with what it becomes
         keep = values != 0
         return Weight(layer, values, keep=None if keep.all() else keep)
 

@@ -46,6 +46,8 @@ class LayerError:
     """Why the layer has the result of the plain method instead, or None."""
     tokens: int = 0
     """How many calibration tokens came to the layer."""
+    smoothed: bool = False
+    """Whether its inputs were divided first."""
 
     @classmethod
     def of(cls, name: str, squares: Sequence[float], fallback: str | None = None) -> LayerError:

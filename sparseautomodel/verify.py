@@ -21,9 +21,9 @@ from sparseautomodel.architecture import Architecture, auto_class_for, read_arch
 from sparseautomodel.buffers import meta_attributes
 from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from sparseautomodel.checks import fused_sets
-from sparseautomodel.completeness import check_names, check_parts, explained, few
+from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
 from sparseautomodel.formats import compressed_tensors as storage
-from sparseautomodel.layers import StoredLayers, quantization_of, stored_layers
+from sparseautomodel.layers import StoredLayers, attention_modules, cache_scales, quantization_of, stored_layers
 from sparseautomodel.masks import parse_structure, violations
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan
@@ -164,11 +164,12 @@ def _verify_model(model: nn.Module) -> Verdict:
 
 def _scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The scales of compressed layers; a model may call something else a scale, and hold any number there."""
+    held = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "cache", None) or ()
     for path, module in model.named_modules():
-        if getattr(module, "quantization_scheme", None) is not None:
-            for name, value in module.named_parameters(path, recurse=False):
-                if name.endswith("_scale"):
-                    yield name, value
+        compressed = getattr(module, "quantization_scheme", None) is not None
+        for name, value in module.named_parameters(path, recurse=False):
+            if name.endswith("_scale") and (compressed or name in held):
+                yield name, value
 
 
 def _overflows(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
@@ -202,13 +203,20 @@ def _verify_files(path: str | os.PathLike[str], against: str | os.PathLike[str] 
         return Verdict(str(path), (f"config.json: {error}",))
     report = _read_report(Path(path) / kwargs.get("subfolder", ""))
     problems = list(stored.problems) + _check_config(architecture.config)
-    problems += check_names(checkpoint, architecture, stored.schemes)
+    scales = cache_scales(checkpoint, architecture.config)
+    weights = {name: tensor for name, tensor in checkpoint.items() if name not in scales}
+    problems += check_names(weights, architecture, stored.schemes)
+    if (quantization_of(architecture.config) or {}).get("kv_cache_scheme"):
+        problems += check_cache(scales, attention_modules(architecture.skeleton, stored.layers))
+        found = [checkpoint[name][...].float() for name in scales if name.endswith("_scale")]
+        if found and all(bool((scale == 1).all()) for scale in found):
+            problems.append("all scales of the cache are 1.0, as if none had been found")
     problems += check_parts(checkpoint, architecture, stored.layers, stored.schemes)
     for name, tensor in checkpoint.items():
         if tensor.dtype in LIMITS and not all(map(is_finite, _pieces(tensor))):
             problems.append(f"{name} is not finite")
-        is_scale = name.endswith("_scale") and name.rpartition(".")[0] in stored.schemes
-        if is_scale and not all(map(is_positive, _pieces(tensor))):
+        is_scale = name in scales or name.rpartition(".")[0] in stored.schemes
+        if is_scale and name.endswith("_scale") and not all(map(is_positive, _pieces(tensor))):
             problems.append(f"{name} is a scale and not above zero")
     problems += _check_shared_scales(checkpoint, stored) + _check_zeros(report, checkpoint, stored)
     if against is not None and not problems:

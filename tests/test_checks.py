@@ -311,3 +311,9 @@ def test_a_modifier_that_changes_no_layer_is_an_error(tiny_llama: Path, tmp_path
     ):
         with pytest.raises(PlanError, match="changes no layer"):
             run()
+
+
+def test_an_embedding_has_no_inputs_to_scale(tiny_llama: Path) -> None:
+    (error,) = errors(tiny_llama, quantizing(scheme="FP8", targets=["Linear", "model.embed_tokens"]))
+    assert "model.embed_tokens" in error and "token ids and have no scale" in error
+    assert not errors(tiny_llama, quantizing(scheme="FP8", targets=["Linear", "lm_head"]))

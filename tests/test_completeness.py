@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparseautomodel.architecture import read_architecture
 from sparseautomodel.checkpoint import open_checkpoint
-from sparseautomodel.completeness import check_names, check_parts, explained, few
+from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,12 @@ def test_checkpoint_of_another_size_names_what_does_not_fit(tiny_llama: Path, ti
 def test_long_lists_are_cut(tmp_path: Path) -> None:
     assert few(["a", "b"]) == "a, b"
     assert few(map(str, range(10)), 3) == "0, 1, 2 and 7 more"
+
+
+def test_a_quantized_cache_has_two_scales_an_attention_module() -> None:
+    modules = {f"layers.{number}.self_attn": (f"layers.{number}.self_attn", number) for number in range(2)}
+    names = [f"{name}.{part}" for name in modules for part in ("k_scale", "v_scale")]
+    assert not check_cache(names, modules) and not check_cache([*names, "layers.1.self_attn.k_zero_point"], modules)
+    missing = "the cache is quantized, and layers.1.self_attn.v_scale are missing: servers take 1.0"
+    assert check_cache(names[:3], modules) == [missing]
+    assert "layers.7.k_scale: no attention module" in check_cache([*names, "layers.7.k_scale"], modules)[0]

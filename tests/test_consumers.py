@@ -155,6 +155,7 @@ MEASURED = {
     "FP8_DYNAMIC": True,
     "W8A16": False,
     "W3A16": False,
+    "FP8": False,
     "NVFP4A16": False,
     "MXFP4A16": False,
 }

@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig
 
 from sparseautomodel import SparseAutoModelForCausalLM, oneshot, plan
 from sparseautomodel.architecture import auto_class_for, read_architecture
 from sparseautomodel.checkpoint import open_checkpoint
-from sparseautomodel.layers import StoredLayers, quantization_of, stored_layers
+from sparseautomodel.layers import (
+    StoredLayers,
+    attention_modules,
+    cache_scales,
+    is_attention,
+    quantization_of,
+    stored_layers,
+)
+from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import PlanError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -138,3 +147,44 @@ def test_a_config_that_the_stock_parser_refuses(tiny_llama: Path, tmp_path: Path
     )
     with pytest.raises(ValueError, match="num_bitz"):
         SparseAutoModelForCausalLM.from_pretrained(tmp_path / "copy")
+
+
+class TinyAttention(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(4, 4)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (TinyAttention(layer_idx=3), True),
+        (TinyAttention(layer_idx=3, is_causal=True), True),
+        (TinyAttention(layer_idx=None), False),
+        (TinyAttention(), False),
+        (TinyAttention(layer_idx=3, is_causal=False), False),
+        (TinyAttention(layer_idx=3, is_kv_shared_layer=True), False),
+        (nn.Linear(4, 4), False),
+    ],
+)
+def test_which_modules_hand_keys_and_values_to_a_cache(module: nn.Module, expected: bool) -> None:
+    assert is_attention(module) == expected
+
+
+def test_attention_modules_have_the_names_of_the_checkpoint() -> None:
+    model = nn.ModuleDict({"inner": nn.ModuleList([TinyAttention(layer_idx=0), TinyAttention(layer_idx=1)])})
+    layers = [
+        Layer(name, module, ("Linear",), (4, 4), torch.bfloat16)
+        for name, module in (("model.inner.0.q_proj", "inner.0.q_proj"), ("model.inner.1.query", "inner.1.q_proj"))
+    ]
+    assert attention_modules(model, layers) == {"model.inner.0": ("inner.0", 0)}
+
+
+def test_scales_of_a_cache_are_those_that_the_config_announces(tiny_llama: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_llama)
+    names = ["a.k_proj.weight", "a.k_scale", "a.v_scale", "a.q_scale", "a.k_proj.weight_scale"]
+    assert not cache_scales(names, config)
+    config.quantization_config = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    assert list(cache_scales(names, config)) == ["a.k_scale", "a.v_scale"]

@@ -26,7 +26,7 @@ ROWS = (
     ("verify", "report", "calibration", "walk", "layer_charts", "witness", "kv_cache"),
     ("plan",),
     ("checks",),
-    ("recipe", "layers", "quantizer", "completeness", "save", "initialize", "distributed"),
+    ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
     ("recipe_text", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),

@@ -293,6 +293,17 @@ def test_eval_refuses_what_is_no_text_or_too_short(tiny_llama: Path, tmp_path: P
         assert reason in result.stderr
 
 
+def test_report_writes_a_page(compressed: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = _run("report", compressed, "--output", page)
+    assert (result.exit_code, result.stdout) == (0, f"{page}\n")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert _json("report", compressed, "--output", page) == {"page": str(page)}
+    refused = _run("report", tiny_llama, "--output", page)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("error: ") and "compression_report.json" in refused.stderr
+
+
 def test_recipes_lists_and_shows_what_is_shipped() -> None:
     listed = _json("recipes")
     assert [entry["name"] for entry in listed] == list(shipped())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import (
+    QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
@@ -32,7 +33,7 @@ NEEDED = {
 }
 """Every field that has ever to be written. Others are refused by older or stricter parsers, or say nothing."""
 
-PRESETS = ("W4A16", "W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "W4A16_ASYM")
+PRESETS = ("W4A16", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "NVFP4", "NVFP4A16", "MXFP4A16", "W4A16_ASYM")
 KINDS = {"head": "Linear", "embedding": "Embedding", "router": "Router", "vision": "Linear"}
 
 
@@ -268,3 +269,14 @@ def test_stock_sets_up_exactly_the_planned_modules(
     experts = [one for one in planned.all_layers if one.expert]
     assert stock_schemes(config.quantization_config, experts).keys() == {one.name for one in experts}
     check_fields(config.quantization_config)
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_a_cache_is_written_with_the_fields_that_apply_and_read_back(kind: str) -> None:
+    cache = QuantizationArgs(num_bits=8, type=kind, strategy="tensor", observer="static_minmax")
+    q = layer("model.layers.0.self_attn.q_proj")
+    config = write_config({q.name: scheme("W8A8")}, [q], cache)
+    written = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "tensor", "dynamic": False}
+    assert json.loads(json.dumps(config["kv_cache_scheme"])) == written
+    assert QuantizationConfig.model_validate(config).kv_cache_scheme == QuantizationArgs(**written)
+    assert "kv_cache_scheme" not in write_config({q.name: scheme("W8A8")}, [q])

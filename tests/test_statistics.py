@@ -88,7 +88,9 @@ def test_updates_of_single_tokens_and_of_several_dtypes() -> None:
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@pytest.mark.parametrize("factors", [torch.tensor([2.0, 0.5, 1.0, 4.0]).repeat(3), torch.rand(12) + 0.1], ids=["2", "x"])
+@pytest.mark.parametrize(
+    "factors", [torch.tensor([2.0, 0.5, 1.0, 4.0]).repeat(3), torch.linspace(0.1, 1.1, 12)], ids=["2", "x"]
+)
 def test_dividing_is_as_dividing_the_inputs(arithmetic: str, factors: torch.Tensor) -> None:
     inputs = _inputs(2300, 12)
     divided, norms = Hessian(12, arithmetic=arithmetic), ColumnNorm(12)
@@ -99,7 +101,7 @@ def test_dividing_is_as_dividing_the_inputs(arithmetic: str, factors: torch.Tens
         statistic.update(inputs[2100:] / factors)
     expected = _gathered(inputs / factors, arithmetic).value
     # Rounded to int8 in two runs instead of one.
-    assert _distance(divided.value, expected) < (1e-6 if arithmetic == "float32" else 1e-2)
+    assert _distance(divided.value, expected) < (1e-5 if arithmetic == "float32" else 1e-2)
     assert torch.equal(divided.value, divided.value.t())
     assert torch.allclose(norms.value, (inputs / factors).square().sum(0), rtol=1e-6)
 

@@ -318,3 +318,19 @@ def test_which_tensors_of_a_layer_take_the_dtype_of_the_model() -> None:
 )
 def test_schemes_in_a_few_words(name: str, text: str) -> None:
     assert describe(preset_name_to_scheme(name, ["Linear"])) == text
+
+
+def test_scales_of_inputs_are_stored_with_the_layer_or_missed() -> None:
+    modifier, layer = QuantizationModifier(scheme="FP8"), Layer("a", "a", ("Linear",), (8, 16), BF16)
+    plan = LayerPlan(layer, "a.weight", (modifier,), modifier.scheme_of(layer))
+    outputs = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in plan.outputs().items()}
+    assert outputs.keys() == {"a.weight", "a.weight_scale", "a.input_scale"}
+    weight = Weight(layer, torch.randn(8, 16).to(BF16))
+    modifier.apply(weight)
+    with pytest.raises(ValueError, match="no modifier has found input_scale for a: it needs calibration data"):
+        plan.store(weight, outputs)
+    weight.input_scale = torch.tensor([0.25]).to(BF16)
+    plan.store(weight, outputs)
+    assert outputs["a.input_scale"].item() == 0.25
+    assert describe(plan.scheme) == "float8 tensor, input float8 tensor static"
+    assert describe(preset_name_to_scheme("NVFP4", ["Linear"])).endswith("input float4 tensor_group 16 local")

@@ -167,7 +167,7 @@ def _input_layout(args: QuantizationArgs | None, dtype: torch.dtype) -> dict[str
         return {}
     if args.strategy == "tensor_group":
         return {"input_global_scale": ((1,), torch.float32)}
-    tensors = {"input_scale": ((1,), dtype)}
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"input_scale": ((1,), dtype)}
     return tensors if args.symmetric else tensors | {"input_zero_point": ((1,), args.zp_dtype)}
 
 

@@ -222,6 +222,10 @@ class Modifier:
         """
         return None
 
+    def moves(self, layers: Sequence[str], producer: str, kind: str) -> bool:
+        """Whether `smooth` may be asked about `layers`, whose input `producer` makes, by full module names."""
+        return False
+
     def solve(self, weights: Sequence[Weight], statistic: Any) -> list[LayerError]:
         """Change whole `weights` in place, called instead of `apply` where `statistic` returned one.
 

@@ -112,8 +112,8 @@ class GPTQModifier(SchemeKeys):
                 grid = Grid.stack([grids[number][rows] for number, rows in parts])
                 with torch_threads(1, torch.get_num_threads()):
                     solved = gptq(values, grid, factor, order, self.block_size, _kept(weights, parts))
-                changes = (values, grid.nearest(values).sub_(values), solved - values)
-                lost = torch.stack([output_errors(change, hessian) for change in changes], 1)
+                squared = [output_errors(values, hessian), output_errors(grid.nearest(values).sub_(values), hessian)]
+                lost = torch.stack([*squared, output_errors(solved - values, hessian)], 1)
                 sizes = [rows.stop - rows.start for _, rows in parts]
                 for (number, rows), part, errors in zip(parts, solved.split(sizes), lost.split(sizes), strict=True):
                     results[number][rows] = part

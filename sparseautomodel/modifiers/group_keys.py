@@ -41,6 +41,27 @@ def observes_inputs(scheme: QuantizationScheme) -> bool:
     return scheme.input_activations is not None and scheme.input_activations.dynamic is not True
 
 
+def cache_args(given: Any) -> QuantizationArgs | None:
+    """How keys and values are stored in a cache: in 8 bits, integers or FP8, with a scale a layer found from data."""
+    key, example = "kv_cache_scheme", "{num_bits: 8, type: float, strategy: tensor, dynamic: false, symmetric: true}"
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ModifierError(key, f"got {given!r}. Write {example}")
+    try:
+        args = QuantizationArgs(**{name: value for name, value in given.items() if name != "observer"})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ModifierError(key, f"{_reason(error, QuantizationArgs)}. Write {example}") from error
+    kind = (args.num_bits, args.strategy, args.dynamic, args.symmetric, args.scale_dtype)
+    if kind != (8, "tensor", False, True, None) or given.get("observer") not in (None, "minmax", "static_minmax"):
+        raise ModifierError(
+            key,
+            "a cache has 8 bits (type float or int) and one scale for the keys and one for the values of each layer, "
+            f"found from the largest of all tokens. Write {example}",
+        )
+    return args
+
+
 def _static_presets() -> dict[str, str]:
     found = {}
     for name, preset in PRESET_SCHEMES.items():
@@ -63,15 +84,16 @@ def normal(key: str, given: Any) -> Any:
         raise ModifierError(key, f"{key} must map names to targets or groups, got {given!r}")
     entries: dict[str, Any] = {}
     for name, entry in given.items():
-        entry = _values(entry)
+        entry = values_of(entry)
         if isinstance(entry, Mapping) and key == "config_groups":
-            entries[name] = {part: _values(value) for part, value in entry.items()}
+            entries[name] = {part: values_of(value) for part, value in entry.items()}
         else:
             entries[name.upper()] = [entry] if isinstance(entry, str) else entry
     return entries
 
 
-def _values(given: Any) -> Any:
+def values_of(given: Any) -> Any:
+    """Models of compressed-tensors as plain values, tuples as lists."""
     if isinstance(given, BaseModel):
         return given.model_dump(mode="json", exclude_defaults=True)
     return list(given) if isinstance(given, tuple) else given
@@ -117,14 +139,14 @@ def explicit(name: str, entry: Mapping[str, Any], observer: str, defaults: Error
     return Group(tuple(scheme.targets), scheme, search, automatic)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, top: type[BaseModel] = QuantizationScheme) -> str:
     if not isinstance(error, ValidationError):
         return str(error).splitlines()[0]
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
         return f"{where}: {first['msg'].splitlines()[0].removeprefix('Value error, ')}"
-    model = QuantizationScheme if len(first["loc"]) == 1 else QuantizationArgs
+    model = top if len(first["loc"]) == 1 else QuantizationArgs
     near = difflib.get_close_matches(str(first["loc"][-1]), model.model_fields, 1)
     guess = f" Did you mean {near[0]}?" if near else ""
     return f"unknown key {where}.{guess} Allowed: {', '.join(model.model_fields)}"

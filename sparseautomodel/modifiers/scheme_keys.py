@@ -18,6 +18,7 @@ from sparseautomodel.modifiers.base import Layer, Modifier, ModifierError, Weigh
 from sparseautomodel.modifiers.group_keys import (
     WITHOUT_DATA,
     Group,
+    cache_args,
     explicit,
     group_sizes,
     largest_divisor,
@@ -25,6 +26,7 @@ from sparseautomodel.modifiers.group_keys import (
     observer_name,
     observes_inputs,
     search_of,
+    values_of,
 )
 from sparseautomodel.ranges import InputRange
 from sparseautomodel.scales import ErrorSearch, find_global_scale, find_input_scales, find_scales
@@ -49,6 +51,9 @@ class SchemeKeys(Modifier, registered=False):
     """`minmax`, or `mse`: the scale of least error, slower to find and mostly better below 8 bits."""
     skip_indivisible: bool = False
     """Leave layers dense whose width the groups do not divide."""
+    kv_cache_scheme: Mapping[str, Any] | None = None
+    """How keys and values are stored in the cache: `{num_bits: 8, type: float}` for FP8, `{num_bits: 8, type: int}`.
+    Only their scales are found and stored here; the cache is quantized by what runs the model."""
     weight_observer: InitVar[str | None] = None
     """What llm-compressor calls `observer`."""
 
@@ -72,8 +77,13 @@ class SchemeKeys(Modifier, registered=False):
         object.__setattr__(self, "observer", observer_name("observer", given))
         for key in ("scheme", "config_groups"):
             object.__setattr__(self, key, normal(key, getattr(self, key)))
+        cache = cache_args(values_of(self.kv_cache_scheme))
+        if cache is not None:
+            written = cache.model_dump(mode="json")
+            parts = ("num_bits", "type", "strategy", "dynamic", "symmetric")
+            object.__setattr__(self, "kv_cache_scheme", {part: written[part] for part in parts})
         static = any(group.scheme is not None and observes_inputs(group.scheme) for group in self._groups)
-        object.__setattr__(self, "needs_data", type(self).needs_data or static)
+        object.__setattr__(self, "needs_data", type(self).needs_data or static or cache is not None)
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -193,10 +203,16 @@ class SchemeKeys(Modifier, registered=False):
         reason = f"no calibration token came to it: its input scale is that of {source}"
         return [LayerError(name, math.nan, math.nan, reason) for name in names]
 
+    def cache_scheme(self) -> QuantizationArgs | None:
+        """How keys and values are stored in the cache; None: as they are."""
+        return cache_args(self.kv_cache_scheme)
+
     def without_data(self) -> str | None:
         """What to write instead where there is no calibration data; None where nothing takes its place."""
         if type(self).needs_data or not self.needs_data:
             return None
+        if self.kv_cache_scheme is not None:
+            return "kv_cache_scheme away"
         names = [self.scheme] if isinstance(self.scheme, str) else [*(self.scheme or {}), *(self.config_groups or {})]
         found = [WITHOUT_DATA[name] for name in names if name in WITHOUT_DATA]
         return f"scheme {found[0]}" if found else "dynamic: true in input_activations"

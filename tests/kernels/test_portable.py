@@ -351,3 +351,37 @@ def test_experts_without_a_gate_and_experts_of_other_ranks() -> None:
     assert torch.equal(output[1], torch.zeros(48, dtype=BF16))
     other = copy.deepcopy(module)
     assert torch.equal(other(states, elsewhere, weights), output)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_activations_are_rounded_with_the_scale_that_was_found(symmetric: bool) -> None:
+    weights, inputs = {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "tensor"}
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=weights, input_activations=inputs | {"symmetric": symmetric}
+    )
+    old = linear(48, 32)
+    parts = storage.layout(scheme, (32, 48), BF16)
+    module = compressed(old, scheme, parts, BF16)
+    out = {part: torch.zeros(shape, dtype=kind) for part, (shape, kind) in parts.items()}
+    out["input_scale"].fill_(0.03)
+    if not symmetric:
+        out["input_zero_point"].fill_(-20)
+    scale = old.weight.detach().abs().amax(1, keepdim=True) / 127.5
+    storage.encode(old.weight.detach(), scheme, out, scale=scale)
+    for part, value in out.items():
+        module._parameters[part] = nn.Parameter(value, requires_grad=False)
+    tokens = torch.randn(2, 6, 48, dtype=BF16) * 3
+    rounded = fake_quantize(tokens, out["input_scale"], out.get("input_zero_point"), scheme.input_activations)
+    assert not torch.equal(rounded, tokens)
+    assert torch.equal(module(tokens), F.linear(rounded, module.weight))
+    half = copy.deepcopy(module).half()
+    assert half.input_scale.dtype == torch.float16 and ("input_zero_point" in parts) != symmetric
+    assert symmetric or half.input_zero_point.dtype == torch.int8
+
+
+def test_the_global_scale_of_inputs_stays_as_it_is() -> None:
+    scheme = preset_name_to_scheme("NVFP4", ["Linear"])
+    parts = storage.layout(scheme, (32, 48), BF16)
+    module = compressed(linear(48, 32), scheme, parts, BF16)
+    assert parts["input_global_scale"] == ((1,), torch.float32)
+    assert module.half().input_global_scale.dtype == torch.float32

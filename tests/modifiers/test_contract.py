@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
 from sparseautomodel.modifiers import MODIFIERS, Layer, Modifier, ModifierError, Weight
@@ -29,6 +30,7 @@ FURTHER = (
     ("GPTQModifier", {"scheme": "FP8"}),
     ("GPTQModifier", {"scheme": "W4A16_ASYM", "actorder": None}),
     ("GPTQModifier", {"scheme": "NVFP4A16", "observer": "mse"}),
+    ("AWQModifier", {"scheme": "W4A16", "duo_scaling": "both", "mappings": [[["re:.*up_proj"], "re:.*norm"]]}),
     ("SparseGPTModifier", {"sparsity": 0.3}),
     ("WandaPruningModifier", {"sparsity": 0.3}),
 )
@@ -113,7 +115,7 @@ def test_it_changes_a_layer_and_keeps_shape_and_device(name: str, keys: dict[str
     before = _values()
     weight = _applied(name, keys, before)
     changed = [field for field, value in _tensors(weight).items() if field != "values"]
-    assert changed or not torch.equal(weight.values, before)
+    assert bool(changed or not torch.equal(weight.values, before)) != _smooths_alone(_ready(name, keys))
     assert weight.values.dtype == (torch.float32 if weight.scale is not None and _needs_data(name) else before.dtype)
     assert weight.values.shape == before.shape
     assert weight.values.device == before.device
@@ -128,6 +130,20 @@ def test_the_same_input_gives_the_same_result(name: str, keys: dict[str, Any]) -
     assert first.keys() == second.keys()
     for field, tensor in first.items():
         assert torch.equal(tensor, second[field]), field
+
+
+@every
+def test_smoothing_gives_factors_and_changes_nothing(name: str, keys: dict[str, Any]) -> None:
+    modifier, weight, scheme = _ready(name, keys), Weight(LAYER, _values()), preset_name_to_scheme("W4A16", [])
+    statistic = modifier.statistic(LAYER)
+    if statistic is not None:
+        statistic.update(_inputs())
+    factors = modifier.smooth([weight], statistic, [scheme], lambda found: found)
+    assert torch.equal(weight.values, _values()) and weight.scale is None
+    assert modifier.smooth([weight], statistic, [None], lambda found: found) is None
+    if factors is not None:
+        assert modifier.smooths
+        assert factors.shape == (LAYER.shape[1],) and factors.isfinite().all() and (factors > 0).all()
 
 
 @data_free
@@ -204,10 +220,19 @@ def _apply(modifier: Modifier, values: torch.Tensor, keep: torch.Tensor | None =
     with pytest.raises(NotImplementedError, match="no data-free form"):
         modifier.apply(weight)
     statistic.update(_inputs())
-    (error,) = modifier.solve([weight], statistic)
+    errors = modifier.solve([weight], statistic)
+    if _smooths_alone(modifier):
+        assert errors == []
+        return weight
+    (error,) = errors
     assert error.name == NAME and error.fallback is None
     assert 0 <= error.after <= error.before
     return weight
+
+
+def _smooths_alone(modifier: Modifier) -> bool:
+    """Whether another modifier has to round what this one has smoothed."""
+    return modifier.smooths and modifier.scheme_of(LAYER) is None
 
 
 def _inputs() -> torch.Tensor:

@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sparseautomodel import statistics
 from sparseautomodel.masks import prune_mask, satisfies, sparsity
 from sparseautomodel.modifiers import Layer, ModifierError, Weight, sparsegpt
-from sparseautomodel.modifiers.sparsegpt import SparseGPTModifier, solve_kept
+from sparseautomodel.modifiers.gptq import GPTQModifier
+from sparseautomodel.modifiers.sparsegpt import SparseGPTModifier, round_kept, solve_kept
+from sparseautomodel.scales import Grid
 from sparseautomodel.statistics import Hessian, inverse_factor, output_errors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STRUCTURES = ("2:4", "1:4", "4:8", "3:5", "8:16")
 COLUMNS = 240
+SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "NVFP4A16")
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.3], ids=["dense", "sparse"])
@@ -94,14 +99,15 @@ def test_solving_again_is_better_than_the_paper(structure: tuple[int, int] | Non
         assert (again <= before * (1 + 1e-5)).all(), "a row that does not gain keeps the solution of the paper"
 
 
-def test_kept_weights_are_those_of_least_squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparsegpt, "_STEPS", 200)
+def test_kept_weights_are_those_of_least_squares() -> None:
     exact, inputs = _values((6, 40), torch.float32).double(), _inputs(columns=40)
     keep = torch.rand(6, 40) < 0.5
     hessian = inputs.double().t() @ inputs.double()
     added = 0.01 * float(hessian.diagonal().mean())
-    found = solve_kept(exact.float(), exact.float() * keep, keep, hessian.float(), added)
+    found, slope = solve_kept(exact.float(), exact.float() * keep, keep, hessian.float(), added, 200)
     damped = hessian + added * torch.eye(40)
+    expected = (exact - found) @ damped
+    assert torch.allclose(slope.double()[~keep], expected[~keep], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     for row in range(6):
         mine = keep[row].nonzero().flatten()
         solution = torch.linalg.solve(damped[mine][:, mine], damped[mine] @ exact[row])
@@ -187,6 +193,98 @@ def test_a_layer_that_is_worse_falls_back_alone(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(weights[number].values, exact * prune_mask(exact, None, (2, 4)))
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_pruned_layers_are_rounded_as_in_slow_float64(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparsegpt, "_PART_STEPS", 100)
+    hessian, exact = _gathered(_inputs(columns=48)).value, _values((40, 48), torch.float32)
+    keep = prune_mask(exact, None, (2, 4))
+    order, weight = hessian.diagonal().argsort(descending=True), _weight((40, 48), torch.float32)
+    weight.prune(keep)
+    modifier = _joint("W4A16" if symmetric else "W4A16_ASYM", group_size=16)
+    modifier.set_scales(weight)
+    grid = Grid.of(modifier.weights_of(weight.layer), (40, 48), weight.scale, weight.zero_point)
+    added = 0.01 * float(hessian.diagonal().mean())
+    factor = inverse_factor(hessian, 0.01, order)
+    found = round_kept(exact, weight.values, keep, grid, hessian, added, factor, order, 7)
+    expected = _rounded(exact.double(), weight.values.double(), keep, grid, hessian.double(), order)
+    # A number within float32's precision of halfway goes either way, and takes the rest of its row along.
+    assert int((~torch.isclose(found.double(), expected, rtol=1e-4, atol=1e-7)).any(1).sum()) <= 2
+    swept = sparsegpt.gptq(weight.values, grid, factor, order, 128, keep)
+    errors = [output_errors(one - exact, hessian).sum() for one in (found, swept, grid.nearest(weight.values))]
+    assert errors[0] < errors[1] < errors[2]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(SCHEMES),
+    st.sampled_from([*STRUCTURES[:3], "unstructured"]),
+    st.sampled_from(DTYPES),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.sampled_from(["minmax", "mse"]),
+    st.integers(0, 1000),
+)
+def test_joint_work_keeps_zeros_exact_and_values_on_the_grid(
+    scheme: str, structure: str, dtype: torch.dtype, rows: int, groups: int, observer: str, seed: int
+) -> None:
+    columns = 32 * groups
+    keys = {"sparsity": 0.4} if structure == "unstructured" else {"mask_structure": structure}
+    size = {"group_size": 32} if scheme.startswith("W4") else {}
+    modifier = SparseGPTModifier(scheme=scheme, observer=observer, **keys, **size)
+    weight = _weight((rows, columns), dtype, seed)
+    weight.values[:, 3:9] = 0
+    exact = weight.values.float()
+    (error,) = modifier.solve([weight], _gathered(_inputs(200, columns)))
+    args = modifier.weights_of(weight.layer)
+    grid = Grid.of(args, (rows, columns), weight.scale, weight.zero_point, weight.global_scale)
+    assert weight.values.dtype == torch.float32 and weight.scale.dtype in (dtype, torch.float32)
+    assert torch.equal(grid.nearest(weight.values), weight.values), "each is a number of the scheme"
+    assert not weight.values[exact == 0].any() and not weight.values[~weight.keep].any()
+    assert sparsity(weight.values) >= modifier.sparsity_of(weight.layer)
+    if modifier.structure is not None:
+        assert satisfies(weight.values, *modifier.structure)
+    assert error.after <= error.before
+
+
+def test_joint_work_is_better_than_one_after_the_other() -> None:
+    hessian, exact = _gathered(_inputs()), _values((64, COLUMNS)).float()
+    joint, two = _weight((64, COLUMNS)), _weight((64, COLUMNS))
+    keys = {"scheme": "W4A16", "group_size": 48, "observer": "mse"}
+    (error,) = SparseGPTModifier(mask_structure="2:4", **keys).solve([joint], hessian)
+    SparseGPTModifier(mask_structure="2:4").solve([two], hessian)
+    GPTQModifier(**keys).solve([two], hessian)
+    lost = [float(output_errors(one.values - exact, hessian.value).sum()) for one in (joint, two)]
+    assert lost[0] < 0.99 * lost[1]
+    output = float(output_errors(exact, hessian.value).sum())
+    assert error.after == pytest.approx(lost[0] / output, rel=1e-4) and error.fallback is None
+
+
+@pytest.mark.parametrize("case", ["none", "nan", "worse"])
+def test_joint_work_falls_back_to_the_smallest_and_to_nearest(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, modifier, weight = _inputs(0 if case == "none" else 300), _joint("W4A16_ASYM", group_size=48), _weight()
+    if case == "nan":
+        inputs[3, 3] = math.nan
+    if case == "worse":
+        monkeypatch.setattr(sparsegpt, "round_kept", lambda exact, values, *_: -values)
+    exact = _values()
+    (error,) = modifier.solve([weight], _gathered(inputs))
+    assert error.fallback and weight.values.isfinite().all()
+    grid = Grid.of(modifier.weights_of(weight.layer), exact.shape, weight.scale, weight.zero_point)
+    keep = prune_mask(exact, None, (2, 4))
+    assert torch.equal(weight.keep, keep) and torch.equal(weight.values, grid.nearest((exact * keep).float()))
+
+
+def test_without_a_scheme_the_number_format_stays_and_with_one_targets_are_the_same() -> None:
+    plain, joint, layer = SparseGPTModifier(mask_structure="2:4"), _joint("W4A16"), _weight().layer
+    assert plain.patterns() == joint.patterns() == ("Linear",) and plain.selects(layer) and joint.selects(layer)
+    assert plain.scheme_of(layer) is None and plain.resolve([layer]) == plain
+    assert plain.rows(layer) == joint.rows(_weight((4, 256)).layer) == 1
+    assert joint.scheme_of(layer).weights.num_bits == 4
+    assert _joint("W4A16", group_size="auto").resolve([_weight((4, 192)).layer]).group_size == 64
+    assert joint.sparsity_of(layer) == plain.sparsity_of(layer) == 0.5
+    assert plain.to_dict() == {"mask_structure": "2:4"}
+
+
 def test_columns_that_the_structure_does_not_divide_are_refused() -> None:
     weight = _weight((3, 42))
     with pytest.raises(ValueError, match=r"2:4 needs a multiple of 4 columns, the matrix is \[3, 42\]"):
@@ -199,6 +297,8 @@ def test_columns_that_the_structure_does_not_divide_are_refused() -> None:
         ({"block_size": 0}, "block_size", "Write 128"),
         ({"dampening_frac": 2}, "dampening_frac", "from 0 to 1"),
         ({"mask_structure": "unstructured"}, "sparsity", "no sparsity"),
+        ({"observer": "mse"}, "scheme", "Write scheme: W4A16"),
+        ({"scheme": "W4B16"}, "scheme", "there is no scheme"),
     ],
 )
 def test_a_wrong_key_is_said_with_what_is_allowed(keys: dict[str, Any], key: str, message: str) -> None:
@@ -236,6 +336,32 @@ def _paper(
         left[:, column + 1 :] -= gone[:, None] * inverse[column, column + 1 :]
         inverse = inverse - inverse[:, [column]] * inverse[[column]] / inverse[column, column]
     return left, keep
+
+
+def _rounded(exact: Tensor, values: Tensor, keep: Tensor, grid: Grid, hessian: Tensor, order: Tensor) -> Tensor:
+    """Columns rounded one at a time, in three parts, with the inverse itself, and least squares of the rest between."""
+    left, damped = values.clone(), hessian + 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian))
+    inverse = torch.linalg.inv(damped)
+    free = keep.clone()
+    for part in order.chunk(3):
+        for place, column in enumerate(part.tolist()):
+            left[:, column] *= keep[:, column]
+            before, rest = left[:, column].clone(), part[place + 1 :]
+            left[:, column] = grid.nearest(left.float())[:, column].double()
+            error = (before - left[:, column]) / inverse[column, column]
+            left[:, rest] -= error[:, None] * inverse[column, rest]
+            inverse = inverse - inverse[:, [column]] * inverse[[column]] / inverse[column, column]
+        free[:, part] = False
+        for row, target in enumerate(exact):
+            mine = free[row].nonzero().flatten()
+            left[row, mine] = 0
+            slope = damped[mine] @ (target - left[row])
+            left[row, mine] = torch.linalg.solve(damped[mine][:, mine], slope)
+    return left
+
+
+def _joint(scheme: str, **keys: Any) -> SparseGPTModifier:
+    return SparseGPTModifier(mask_structure="2:4", scheme=scheme, **keys)
 
 
 def _conditional(inverse: Tensor) -> Tensor:
