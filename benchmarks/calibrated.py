@@ -4,8 +4,8 @@
 
 FOLDER is a dense language model with its tokenizer, TEXT a file: its first 64 x 512 tokens calibrate, 24 windows of 512
 tokens near its end, which neither side has seen, are scored. PEER is the interpreter of an environment that has
-llmcompressor (0.14.0.1 was measured). `gptq` is like for like: min-max scales on both sides; `gptq-mse` searches them on
-both sides. Names of our recipes (w4a16-gptq, w8a8-smoothquant) run on our side alone.
+llmcompressor (0.14.0.1 was measured). `gptq` is like for like: min-max scales on both sides; `gptq-mse` searches them
+on both sides. Names of our recipes (w4a16-gptq, w8a8-smoothquant) run on our side alone.
 Every run is a process of its own, in turn; imports are not timed, load and save are; memory is the peak resident set.
 """
 
@@ -31,6 +31,8 @@ OURS = {
     "wanda": '{"WandaPruningModifier": {"mask_structure": "2:4"}}',
     "rtn": '{"QuantizationModifier": {"scheme": "W4A16", "group_size": 64}}',
 }
+
+PRUNED = '(sparsity=0.5, mask_structure="2:4", targets=["Linear"], ignore=["re:.*lm_head"])'
 
 PEERS = {
     "gptq": ("quantization", f'GPTQModifier(config_groups={GROUPS % "minmax"}, ignore=["lm_head"])'),
@@ -61,7 +63,8 @@ from llmcompressor.modifiers.{package} import *
 from pathlib import Path
 tokenizer = AutoTokenizer.from_pretrained(folder)
 ids = tokenizer(Path(text).read_text()[:400_000], add_special_tokens=False)["input_ids"]
-rows = Dataset.from_list([{{"input_ids": ids[i * 512 : i * 512 + 512], "attention_mask": [1] * 512}} for i in range(64)])
+rows = [ids[number * 512 : number * 512 + 512] for number in range(64)]
+rows = Dataset.from_list([{{"input_ids": row, "attention_mask": [1] * 512}} for row in rows])
 clock = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(folder)
 oneshot(model=model, dataset=rows, recipe={recipe}, num_calibration_samples=64, max_seq_length=512)
