@@ -24,15 +24,17 @@ from tqdm import tqdm
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.calibration import Batches
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
+from sparseautomodel.kv_cache import ObservedCache, kv_scales
 from sparseautomodel.layers import quantization_of
 from sparseautomodel.modifiers import Layer, Modifier
 from sparseautomodel.plan import Plan
 from sparseautomodel.report import versions
+from sparseautomodel.sets import find_blocks
 from sparseautomodel.solving import OUTSIDE, Solving
 from sparseautomodel.spill import Spill
 from sparseautomodel.statistics import LayerError
 from sparseautomodel.transform import LayerPlan, scan, transform
-from sparseautomodel.walk import Room, find_blocks, walk
+from sparseautomodel.walk import Room, walk
 from sparseautomodel.witness import ROWS, Quality
 
 FINGERPRINT = "fingerprint.json"
@@ -104,7 +106,7 @@ def calibrate(
     blocks = find_blocks(work.model, list(by_path))
     inside = {block: [path for path in by_path if path.startswith(f"{block}.")] for block in blocks}
     apart = [path for path in by_path if not any(path.startswith(f"{block}.") for block in blocks)]
-    lonely = [path for path in apart if any(modifier.needs_data for modifier in by_path[path].modifiers)]
+    lonely = [path for path in apart if _needs_data(by_path[path])]
     work.load_outside(blocks)
     witnesses = batches.held_out or [_first_row(batch) for batch in batches.batches[-ROWS:]]
     work.comparison.seen = not batches.held_out
@@ -113,6 +115,7 @@ def calibrate(
     for path in lonely:
         if set(by_path[path].outputs()) <= set(known):
             work.change_outside(path, known)
+    observed = None if plan.cache is None else ObservedCache()
     with tqdm(total=len(blocks), desc="Calibrating", unit="block", disable=None) as bar:
         work.progress = bar.update
         walk(
@@ -124,10 +127,14 @@ def calibrate(
             outside=[path for path in lonely if not set(by_path[path].outputs()) <= set(known)],
             witnesses=[_to(row, device) for row in witnesses],
             room=Room(Spill(scratch, budget), budget),
+            cache=observed,
         )
     work.finish(OUTSIDE)
+    tensors = _result(checkpoint, work.outside_tensors() | rest, _finished(scratch), plans)
+    if observed is not None and plan.cache is not None:
+        tensors |= kv_scales(observed, work.model, plan.cache, plan.all_layers)
     return Calibrated(
-        tensors=_result(checkpoint, work.outside_tensors() | rest, _finished(scratch), plans),
+        tensors=tensors,
         errors=work.errors,
         blocks=[
             {"name": block, "error": work.comparison.error(block), "seconds": work.seconds.get(block, math.nan)}
@@ -138,6 +145,11 @@ def calibrate(
         seconds=time.perf_counter() - started,
         notes=work.smoother.notes(),
     )
+
+
+def _needs_data(plan: LayerPlan) -> bool:
+    asked = [ask(plan.layer) for modifier in plan.modifiers for ask in (modifier.statistic, modifier.input_range)]
+    return any(statistic is not None for statistic in asked)
 
 
 def scratch_of(output: str | os.PathLike[str]) -> Path:

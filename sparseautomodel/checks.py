@@ -76,10 +76,23 @@ def selects_nothing(modifier: Modifier, selected: Sequence[Layer], layers: Seque
     ]
 
 
+def smoothed_for_nothing(plans: Sequence[LayerPlan]) -> list[str]:
+    """A modifier that makes layers easier to quantize, where nothing quantizes them."""
+    problems = []
+    for modifier in dict.fromkeys(modifier for plan in plans for modifier in plan.modifiers if modifier.smooths):
+        if not any(plan.scheme for plan in plans if modifier in plan.modifiers):
+            name = type(modifier).__name__
+            problems.append(
+                f"{name} only prepares layers for quantization, and nothing quantizes them: add a GPTQModifier or "
+                "QuantizationModifier with a scheme, such as scheme: W4A16"
+            )
+    return problems
+
+
 def unmatched_ignores(modifier: Modifier, layers: Sequence[Layer]) -> list[str]:
     """An `ignore` that names nothing is a warning: a recipe for many models carries such names."""
     notes = []
-    for pattern in modifier.ignore:
+    for pattern in () if modifier.smooths else modifier.ignore:  # those may name norms
         if not any(layer.matches(pattern) for layer in layers):
             near = difflib.get_close_matches(pattern.removeprefix("re:"), [layer.name for layer in layers], 3, 0.3)
             notes.append(

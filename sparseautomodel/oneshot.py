@@ -142,7 +142,9 @@ def oneshot(
             tokenizer.save_pretrained(folder)
         report = _report(plan, checkpoint, output, started)
         if calibrating:
-            report = replace(report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes, *done.notes))
+            report = replace(
+                report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes, *done.notes)
+            )
             if done.quality is not None and not done.quality.passed:
                 warnings.warn(str(done.quality), stacklevel=2)
         _write_provenance(folder, report, recipe, model, loader.__name__, **config_keys)

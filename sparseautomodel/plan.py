@@ -187,7 +187,7 @@ def make_plan(
             plans = []
         misshapen = checks.shapes(plans) + checks.misfits(plans, misfits)
         problems += [*misshapen, *checks.fused(plans, candidates), *checks.experts(recipe, architecture, layers)]
-        problems += checks.storable(plans, architecture)
+        problems += checks.storable(plans, architecture) + checks.smoothed_for_nothing(plans)
         notes += checks.left_alone(recipe.modifiers, candidates)
         warnings += checks.skipped(recipe.modifiers, candidates) + checks.read_twice(recipe.modifiers)
         plans = [] if misshapen else plans  # what they would come to cannot be said

@@ -1,4 +1,4 @@
-"""Which layers of a block read one input: found by running the block once, not by their names."""
+"""Which blocks a model has, and which layers of a block read one input: found by running it, not by their names."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ class LayerSet:
     parts. They may be changed in place."""
     num_tokens: int = 0
     solved: bool = False
+
+
+def find_blocks(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """The blocks that hold `layers`: for each, the child of the outermost `ModuleList` on the way to it."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found: dict[str, None] = {}
+    for layer in layers:
+        outer = min((name for name in lists if layer.startswith(f"{name}.")), key=len, default=None)
+        if outer is not None:
+            found[f"{outer}.{layer.removeprefix(f'{outer}.').partition('.')[0]}"] = None
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return sorted(found, key=order.__getitem__)
 
 
 def input_sets(block: nn.Module, run: Callable[[], Any], layers: Sequence[str]) -> list[tuple[str, ...]]:

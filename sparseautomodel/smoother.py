@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparseautomodel.modifiers import Modifier, Weight
 from sparseautomodel.sets import LayerSet
-from sparseautomodel.smoothing import Names, Pair, find_pairs
+from sparseautomodel.smoothing import Names, Pair, find_pairs, multiply_columns
 from sparseautomodel.transform import LayerPlan
 
 _NOISE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -98,6 +98,8 @@ class Smoother:
         else:
             channels = pair.allowed(factors)
             self._divide_solved(pair, solved, pair.producer_factors(factors))
+            for name in pair.companions:
+                multiply_columns(self._block.get_submodule(name), channels)
         values = [weight.values.float() * channels for weight in weights]
         for name, weight, value in zip(layers.names, weights, values, strict=True):
             module = self._module(name)

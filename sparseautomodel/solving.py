@@ -161,7 +161,9 @@ class Solving(Callbacks):
                 smoothed = layers.names[0] in self.smoother.smoothed
                 self.errors += [replace(error, tokens=layers.num_tokens, smoothed=smoothed) for error in found]
             if any(modifier.input_range(weight.layer) is not None for weight in mine):
-                self.errors += modifier.set_input_scales(mine, by_type[InputRange], self._ranges_of(layers))
+                found = modifier.set_input_scales(mine, by_type[InputRange], self._ranges_of(layers))
+                said = {error.name for error in self.errors}
+                self.errors += [replace(error, tokens=0) for error in found if error.name not in said]
         for name, plan in zip(layers.names, plans, strict=True):
             self._store(name, plan, weights[plan.layer.name])
             self.smoother.keep(name, weights[plan.layer.name])

@@ -24,6 +24,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
 from sparseautomodel.forwards import Forward, first_tensor, run_block, run_row, wait
+from sparseautomodel.kv_cache import ObservedCache
 from sparseautomodel.sets import LayerSet, input_sets
 from sparseautomodel.spill import Spill
 
@@ -87,7 +88,7 @@ def walk(
     outside: Sequence[str] = (),
     witnesses: Sequence[Mapping[str, Tensor]] = (),
     room: Room = Room(),
-    extra: Mapping[str, Any] | None = None,
+    cache: ObservedCache | None = None,
 ) -> None:
     """Run every batch through `blocks` once, solving the layers of each block on the way.
 
@@ -97,27 +98,15 @@ def walk(
         layers: block -> names of the layers to solve in it.
         outside: layers to solve that are in none of the blocks; they must have their weights, but for the head.
         witnesses: rows that no statistic sees, and that run through the model as it was and as it becomes.
-        extra: arguments that every forward gets besides its batch.
+        cache: what the forwards of the batches hand their keys and values to.
 
     Raises:
         ValueError: a block is run more than once in a forward, or not at all.
         Whatever the model, `solve` or the other callbacks raise, with all forwards ended and all hooks removed.
     """
     with torch.no_grad():
-        run = _Walk(model, batches, blocks, layers, callbacks, outside, witnesses, room, extra or {})
+        run = _Walk(model, batches, blocks, layers, callbacks, outside, witnesses, room, cache)
         run.run()
-
-
-def find_blocks(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The blocks that hold `layers`: for each, the child of the outermost `ModuleList` on the way to it."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found: dict[str, None] = {}
-    for layer in layers:
-        outer = min((name for name in lists if layer.startswith(f"{name}.")), key=len, default=None)
-        if outer is not None:
-            found[f"{outer}.{layer.removeprefix(f'{outer}.').partition('.')[0]}"] = None
-    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    return sorted(found, key=order.__getitem__)
 
 
 class _Finished(Exception):
@@ -139,7 +128,7 @@ class _Walk:
         outside: Sequence[str],
         witnesses: Sequence[Mapping[str, Tensor]],
         room: Room,
-        extra: Mapping[str, Any],
+        cache: ObservedCache | None,
     ) -> None:
         self._model, self._blocks, self._layers, self._callbacks = model, list(blocks), layers, callbacks
         self._forwards = [Forward(batch) for batch in batches]
@@ -154,7 +143,11 @@ class _Walk:
         self._outside = [LayerSet((name,)) for name in outside]
         # A cache would be filled twice by a probe, and keep what nobody reads.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._extra = {**({"use_cache": False} if takes_cache else {}), **extra}
+        self._extra: dict[str, Any] = {"use_cache": False} if takes_cache else {}
+        self._cache = cache
+        if cache is not None:
+            self._extra |= cache.argument(model)
+            cache.recording = False  # but in forwards of batches
 
     def run(self) -> None:
         hooks = [hook for name in self._blocks for hook in self._hook_block(name)]
@@ -229,7 +222,11 @@ class _Walk:
                 forward.light = greenlet(self._forward)
                 self._by_light[forward.light] = forward
             forward.at, forward.args, forward.kwargs = None, (), None
+            if self._cache is not None:
+                self._cache.recording = not forward.witness
             forward.light.switch(forward)
+            if self._cache is not None:
+                self._cache.recording = False
             self._rest()
 
     def _solve_met(self, sets: Sequence[LayerSet]) -> None:

@@ -23,14 +23,14 @@ ROWS = (
     ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
     ("calibrated",),
     ("solving",),
-    ("verify", "report", "calibration", "walk", "layer_charts", "witness", "kv_cache"),
+    ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
     ("plan",),
-    ("checks",),
+    ("checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
     ("recipe_text", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("charts", "masks", "ranges", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from sparseautomodel.sets import LayerSet
+from sparseautomodel.sets import LayerSet, find_blocks
 from sparseautomodel.spill import Spill
-from sparseautomodel.walk import Callbacks, Room, find_blocks, walk
+from sparseautomodel.walk import Callbacks, Room, walk
 
 
 class Sum:
