@@ -98,7 +98,8 @@ def calibrate(
     started = time.perf_counter()
     source = [(name, tensor.shape, str(tensor.dtype), tensor.file) for name, tensor in checkpoint.items()]
     stamps = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in checkpoint.files]
-    _open_scratch(scratch, resume, model=[source, stamps], recipe=plan.recipe.to_dict(), data=batches.fingerprint)
+    inputs = {"data": batches.fingerprint, "seed": torch.initial_seed(), "device": str(device)}
+    _open_scratch(scratch, resume, model=[source, stamps], recipe=plan.recipe.to_dict(), **inputs)
     plans = scan(plan.layers, checkpoint)
     by_path = {path_of(item.layer): item for item in plans}
     modifiers = _in_order(plan.recipe.modifiers, plan.layers, plans)
@@ -114,6 +115,7 @@ def calibrate(
     known = _finished(scratch)
     for path in lonely:
         if set(by_path[path].outputs()) <= set(known):
+            work.load_head()
             work.change_outside(path, known)
     observed = None if plan.cache is None else ObservedCache()
     with tqdm(total=len(blocks), desc="Calibrating", unit="block", disable=None) as bar:
@@ -226,7 +228,9 @@ def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
         return
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    path.write_text(json.dumps(wanted, indent=2))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(wanted, indent=2))
+    partial.replace(path)
 
 
 def _in_order(recipe: Sequence[Modifier], planned: Sequence[LayerPlan], scanned: Sequence[LayerPlan]) -> list[Modifier]:

@@ -13,7 +13,9 @@ from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.quantization_config import CACHE_SCALES
 
-EXPLAINED = re.compile(r"(^|\.)(mtp\w*|nextn\w*|medusa\w*|eagle\w*|rotary_emb\.inv_freq)(\.|$)")
+EXPLAINED = re.compile(
+    r"(^|\.)(mtp\w*|nextn\w*|medusa\w*|eagle\w*|rotary_emb\.inv_freq|embeddings\.position_ids)(\.|$)"
+)
 """Names of draft heads, which servers use and model classes leave out, and of buffers that older versions saved."""
 
 

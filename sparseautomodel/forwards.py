@@ -39,23 +39,9 @@ def wait() -> None:
     light.parent.switch()
 
 
-def run_block(block: nn.Module, forward: Forward) -> Tensor:
-    """Run a block alone, without its hooks, on what a forward has for it; and its output."""
-    return first_tensor(block.forward(*forward.args, **forward.kwargs or {}))
-
-
-def run_row(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The output of a block, run alone, for the first row of what it is called with."""
-    rows = first_tensor((args, kwargs)).shape[:1]
-
-    def first(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[:1] if value.shape[:1] == rows else value
-        if isinstance(value, (tuple, list)):
-            return type(value)(first(one) for one in value)
-        return value
-
-    return first_tensor(block.forward(*first(args), **{key: first(value) for key, value in kwargs.items()}))
+def run_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The output of a block that is run alone, without its hooks."""
+    return first_tensor(block.forward(*args, **kwargs))
 
 
 def first_tensor(value: Any) -> Tensor:

@@ -15,6 +15,8 @@ class LayerSet:
 
     names: tuple[str, ...]
     """Module names, in the order in which the forward calls them."""
+    expert: bool = False
+    """Whether they are those of one of several experts, to which not all tokens come."""
     statistics: list[Any] = field(default_factory=list)
     """What `gather` made for the set; updated with inputs `[tokens, in_features]`."""
     inputs: list[Tensor] = field(default_factory=list)
@@ -59,6 +61,11 @@ def input_sets(block: nn.Module, run: Callable[[], Any], layers: Sequence[str]) 
     for layer, value in inputs.items():
         groups.setdefault((value.data_ptr(), tuple(value.shape), value.stride()), []).append(layer)
     return _with_unmet([tuple(names) for names in groups.values()], layers)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a layer, by its name within the block, belongs to one of several experts."""
+    return _number(name) is not None
 
 
 def _with_unmet(met: list[tuple[str, ...]], wanted: Sequence[str]) -> list[tuple[str, ...]]:

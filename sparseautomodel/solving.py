@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from sparseautomodel.architecture import Architecture, expert_merges
+from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer, Modifier, Weight
@@ -28,7 +30,6 @@ from sparseautomodel.sets import LayerSet
 from sparseautomodel.smoother import Smoother
 from sparseautomodel.statistics import LayerError
 from sparseautomodel.transform import LayerPlan
-from sparseautomodel.walk import Callbacks
 from sparseautomodel.witness import Comparison
 
 OUTSIDE = "outside"
@@ -164,6 +165,11 @@ class Solving(Callbacks):
                 found = modifier.set_input_scales(mine, by_type[InputRange], self._ranges_of(layers))
                 said = {error.name for error in self.errors}
                 self.errors += [replace(error, tokens=0) for error in found if error.name not in said]
+        if layers.names[0] in self.smoother.smoothed:
+            said = {error.name for error in self.errors}
+            silent = [plan.layer.name for plan in plans if plan.layer.name not in said]
+            unknown = math.nan  # what rounds them has not measured it
+            self.errors += [LayerError(name, unknown, unknown, None, layers.num_tokens, True) for name in silent]
         for name, plan in zip(layers.names, plans, strict=True):
             self._store(name, plan, weights[plan.layer.name])
             self.smoother.keep(name, weights[plan.layer.name])
@@ -194,6 +200,8 @@ class Solving(Callbacks):
             errors = [asdict(error) for error in self.errors if error.name in mine]
             save_file(self._results, path.with_suffix(".partial"), metadata={"errors": json.dumps(errors)})
             path.with_suffix(".partial").replace(path)
+        elif part == OUTSIDE:
+            self._finished(part)
         self._results = {}
 
     def compare(self, block: str, source: Tensor, result: Tensor) -> None:

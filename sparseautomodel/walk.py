@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,49 +23,14 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
-from sparseautomodel.forwards import Forward, first_tensor, run_block, run_row, wait
+from sparseautomodel.callbacks import Callbacks
+from sparseautomodel.forwards import Forward, first_tensor, run_block, wait
 from sparseautomodel.kv_cache import ObservedCache
-from sparseautomodel.sets import LayerSet, input_sets
+from sparseautomodel.sets import LayerSet, input_sets, is_expert
 from sparseautomodel.spill import Spill
 
 END = ""
 """Where forwards wait that have left all blocks."""
-
-
-class Callbacks:
-    """What the walk asks for, in the order in which it does."""
-
-    def outside(self, source: bool) -> None:
-        """Let what lies outside the blocks be what it is in the source, or what it has become."""
-
-    def enter(self, block: str) -> None:
-        """Give the block the weights of the source."""
-
-    def restore(self, block: str) -> bool:
-        """Whether it is known what the block has to become, and it is that now. Then nothing is solved."""
-        return False
-
-    def found(self, block: str, sets: Sequence[LayerSet], run: Callable[[], Tensor]) -> None:
-        """The sets of a block are known; `run` runs the block on one row and returns its output."""
-
-    def gather(self, names: Sequence[str]) -> list[Any]:
-        """Fresh statistics for a set of layers: objects with `update(inputs)` and `nbytes`."""
-        return []
-
-    def solve(self, layers: LayerSet) -> None:
-        """Change the weights of the layers, in the modules."""
-
-    def leave(self, block: str) -> None:
-        """The block is done: store what it has become, and free it."""
-
-    def load_head(self) -> None:
-        """Give the head its weights: no forward has needed them before."""
-
-    def compare(self, block: str, source: Tensor, result: Tensor) -> None:
-        """The output of a block for one witness, in the model as it was and as it has become."""
-
-    def compare_ends(self, row: Mapping[str, Tensor], source: Any, result: Any) -> None:
-        """What the whole model returns for one witness, as it was and as it has become."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +165,9 @@ class _Walk:
             sets = self._find_sets(name, block, here[0])
             for layers in sets:
                 self._expect(layers)
-            self._callbacks.found(name, sets, partial(run_row, block, here[0].args, here[0].kwargs or {}))
-            if not self._fits(block, here):
+            probe = (results or here)[0]  # of a witness: one row
+            self._callbacks.found(name, sets, partial(run_block, block, probe.args, probe.kwargs or {}))
+            if not self._fits(block, here, sets):
                 self._solve_in_parts(block, here, sets)
         self._advance(here)
         self._solve_met(sets)
@@ -253,7 +219,7 @@ class _Walk:
                 for forward in here:
                     self._seen = set()
                     with contextlib.suppress(_Gathered):
-                        run_block(block, forward)
+                        run_block(block, forward.args, forward.kwargs or {})
                     self._rest()
             finally:
                 self._gathering = None
@@ -271,13 +237,18 @@ class _Walk:
         if part:
             yield part
 
-    def _fits(self, block: nn.Module, here: Sequence[Forward]) -> bool:
-        """Whether all forwards can wait inside the block: with its widest input, and some of its own."""
+    def _fits(self, block: nn.Module, here: Sequence[Forward], sets: Sequence[LayerSet]) -> bool:
+        """Whether all forwards can wait inside the block: with its widest input, and some of its own.
+
+        Each may wait for another expert, so that many of their statistics are gathered at once.
+        """
         if self._room.spill is None:
             return True
         hidden = [first_tensor((forward.args, forward.kwargs)) for forward in here]
         widest = max((p.shape[-1] for p in block.parameters() if p.ndim == 2), default=0) / max(1, hidden[0].shape[-1])
-        return sum(one.nbytes for one in hidden) * (widest + 4) <= self._room.state_nbytes
+        experts = sorted(sum(one.nbytes for one in layers.statistics) for layers in sets if layers.expert)
+        held = sum(experts[-len(here) :])
+        return sum(one.nbytes for one in hidden) * (widest + 4) + held <= self._room.state_nbytes
 
     def _end_witnesses(self) -> None:
         """Let each witness go on to the end, in both models; one after another, since outputs may be large."""
@@ -385,8 +356,13 @@ class _Walk:
         wanted = [layer.removeprefix(f"{name}.") for layer in self._layers.get(name, ())]
         kind = (type(block), tuple(wanted), tuple(type(module) for module in block.modules()))
         if wanted and kind not in self._known_sets:
-            self._known_sets[kind] = input_sets(block, lambda: run_block(block, forward), wanted)
-        return [LayerSet(tuple(f"{name}.{part}" for part in names)) for names in self._known_sets.get(kind, [])]
+            self._known_sets[kind] = input_sets(
+                block, lambda: run_block(block, forward.args, forward.kwargs or {}), wanted
+            )
+        return [
+            LayerSet(tuple(f"{name}.{part}" for part in names), expert=is_expert(names[0]))
+            for names in self._known_sets.get(kind, [])
+        ]
 
 
 def _see(layers: LayerSet, inputs: Tensor) -> None:

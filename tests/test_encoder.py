@@ -35,7 +35,7 @@ SENTENCES = (
     "The train to Bern leaves at 7:32 from platform 4.",
     "The hotel was clean and quiet, but breakfast was a disappointment and the staff seemed overworked throughout.",
     "Je voudrais un café, s'il vous plaît.",
-    "I did not expect that at all.",
+    "The children built a castle of sand before the tide came in.",
     "She sells sea shells by the sea shore, and the shells she sells are sea shells, I am sure.",
 )
 TEXTS = (
@@ -65,17 +65,21 @@ def dense(minilm: Path) -> Tensor:
     return vectors(model, tokenizer, [*SENTENCES, "Yes."])
 
 
-@pytest.mark.parametrize("recipe", ["w8a8-dynamic", "w8a8-smoothquant"])
-def test_sentence_vectors_keep_their_direction(recipe: str, minilm: Path, dense: Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "least"), [("w8a8-dynamic", 0.99), ("w8a8-smoothquant", 0.99), ("w8a8-static", 0.95)]
+)
+def test_sentence_vectors_keep_their_direction(
+    recipe: str, least: float, minilm: Path, dense: Tensor, tmp_path: Path
+) -> None:
     data = None if recipe == "w8a8-dynamic" else list(TEXTS)
     oneshot(minilm, recipe, data=data, output=tmp_path / "out")
     verify(tmp_path / "out").raise_for_problems()
     model = SparseAutoModel.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     cosines = nn.functional.cosine_similarity(vectors(model, tokenizer, SENTENCES), dense[:-1])
-    assert cosines.min() >= 0.99, f"{cosines.min():.4f} of {SENTENCES[int(cosines.argmin())]!r}"
+    assert cosines.min() >= least, f"{cosines.min():.4f} of {SENTENCES[int(cosines.argmin())]!r}"
     short = nn.functional.cosine_similarity(vectors(model, tokenizer, ["Yes."]), dense[-1:])
-    assert short >= 0.96  # the mean of four tokens evens out little
+    assert short >= least - 0.03  # the mean of four tokens evens out little
 
 
 def vectors(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]) -> Tensor:

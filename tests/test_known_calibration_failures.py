@@ -34,6 +34,13 @@ ASYMMETRIC: dict[str, Any] = {"GPTQModifier": {"scheme": "W4A16_ASYM", "group_si
 SPARSE: dict[str, Any] = {"SparseGPTModifier": {"mask_structure": "2:4"}}
 WANDA: dict[str, Any] = {"WandaPruningModifier": {"mask_structure": "2:4"}}
 BLOCK = "model.layers.0"
+STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+CHANNELS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+STATIC_W8A8: dict[str, Any] = {
+    "QuantizationModifier": {
+        "config_groups": {"all": {"targets": ["Linear"], "weights": CHANNELS, "input_activations": STATIC}}
+    }
+}
 
 
 @pytest.fixture
@@ -152,6 +159,37 @@ def test_experts_that_saw_no_token_are_named_and_finite(
     assert len(unseen) >= 2 * (8 - 3) * 3
     for name in set(layers) - unseen:
         assert layers[name]["after"] is not None, name
+
+
+def test_experts_that_saw_no_token_have_scales_of_their_inputs(
+    save_model: Callable[[PreTrainedConfig], Path], tmp_path: Path
+) -> None:
+    """E11: activation scales of experts without a token were NaN."""
+    source = save_model(MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=1))
+    report = oneshot(
+        source, modifiers(STATIC_W8A8), data=[{"input_ids": [3, 4]}, {"input_ids": [5]}], output=tmp_path / "out"
+    )
+    sound(tmp_path / "out")
+    scales = {name: value for name, value in tensors_of(tmp_path / "out").items() if name.endswith("input_scale")}
+    assert len(scales) == 2 * (4 + 8 * 3)
+    said = {layer["name"] for layer in report.calibration["layers"] if layer["fallback"]}
+    assert len([name for name in said if ".experts." in name]) >= 2 * (8 - 3) * 3
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_qwen3_moe"])
+def test_scales_of_the_cache_are_stored_for_every_layer(
+    model: str, tmp_path: Path, rows: Any, request: pytest.FixtureRequest
+) -> None:
+    """E21: servers fell back to a scale of 1.0, since the scales were absent or misnamed."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    entry = {"QuantizationModifier": {"scheme": "W8A16", "group_size": 32, "kv_cache_scheme": cache}}
+    oneshot(request.getfixturevalue(model), modifiers(entry), data=rows, output=tmp_path / "out")
+    sound(tmp_path / "out")
+    tensors = tensors_of(tmp_path / "out")
+    names = [f"model.layers.{number}.self_attn.{kind}_scale" for number in range(2) for kind in "kv"]
+    assert sorted(name for name in tensors if name.endswith(("k_scale", "v_scale"))) == sorted(names)
+    assert all(float(tensors[name]) != 1.0 for name in names)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
 
 
 def test_rows_that_are_missing_or_empty_are_counted_and_none_is_an_error(tiny_llama: Path, tmp_path: Path) -> None:

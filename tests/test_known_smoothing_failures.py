@@ -96,20 +96,21 @@ def test_search_is_never_worse_than_no_search(
 
 
 @pytest.mark.parametrize("config", [GEMMA, BLOOM, NEOX], ids=["gemma3", "bloom", "neox"])
-def test_smoothing_alone_changes_no_output(
+def test_smoothing_cancels_out(
     config: PreTrainedConfig, exact: Callable[[PreTrainedConfig], Path], tmp_path: Path, rows: Any
 ) -> None:
-    """E4, E6: norms that compute `1 + weight`, fused projections, blocks that no table knows: smoothing must cancel."""
+    """E4, E6: norms that compute `1 + weight`, fused projections, blocks that no table knows: what is divided before a
+    layer is multiplied in it, so that no more is lost than 8 bits lose."""
     source = exact(config)
-    # What is left as it is needs no quantization: only the head is, which is smoothed by nothing.
-    head = {"QuantizationModifier": {"scheme": "W8A16", "group_size": -1, "targets": ["re:.*(lm_head|embed_out)$"]}}
-    oneshot(source, {"modifiers": [SMOOTH, head]}, data=rows, output=tmp_path / "out")
-    dense = AutoModelForCausalLM.from_pretrained(source)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weights = {"GPTQModifier": {"scheme": "W8A16", "group_size": 32}}
+    report = oneshot(source, {"modifiers": [SMOOTH, weights]}, data=rows, output=tmp_path / "out")
+    assert sum(layer["smoothed"] for layer in report.calibration["layers"]) >= 2
     inputs = rows[0]["input_ids"][None]
     with torch.no_grad():
-        wanted, smoothed = (model.base_model(inputs).last_hidden_state for model in (dense, found))
-    torch.testing.assert_close(smoothed, wanted, rtol=1e-4, atol=1e-4)
+        wanted, found = (
+            AutoModelForCausalLM.from_pretrained(folder)(inputs).logits for folder in (source, tmp_path / "out")
+        )
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -28,8 +28,9 @@ ROWS = (
     ("checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
-    ("recipe_text", "forwards", "checkpoint", "buffers", "kernels"),
+    ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
+    ("columns",),
     ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}

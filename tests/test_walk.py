@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, T5Config, T5ForConditionalGeneration
 
+from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.sets import LayerSet, find_blocks
 from sparseautomodel.spill import Spill
-from sparseautomodel.walk import Callbacks, Room, walk
+from sparseautomodel.walk import Room, walk
 
 
 class Sum:

@@ -25,9 +25,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparseautomodel.columns import round_columns
 from sparseautomodel.modifiers.base import Layer, ModifierError, Weight
 from sparseautomodel.modifiers.scheme_keys import SchemeKeys
-from sparseautomodel.scales import ErrorSearch, Grid, rounding
+from sparseautomodel.scales import ErrorSearch, Grid
 from sparseautomodel.statistics import (
     Hessian,
     LayerError,
@@ -37,9 +38,6 @@ from sparseautomodel.statistics import (
     row_runs,
 )
 from sparseautomodel.threads import torch_threads
-
-_INNER = 32
-"""Columns whose errors are passed on one by one: as many as stay in a core's own cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ class GPTQModifier(SchemeKeys):
                 values = torch.cat([weights[number].values[rows].float() for number, rows in parts])
                 grid = Grid.stack([grids[number][rows] for number, rows in parts])
                 with torch_threads(1, torch.get_num_threads()):
-                    solved = gptq(values, grid, factor, order, self.block_size, _kept(weights, parts))
+                    solved = round_columns(values, grid, factor, order, self.block_size, _kept(weights, parts))
                 squared = [output_errors(values, hessian), output_errors(grid.nearest(values).sub_(values), hessian)]
                 lost = torch.stack([*squared, output_errors(solved - values, hessian)], 1)
                 sizes = [rows.stop - rows.start for _, rows in parts]
@@ -128,47 +126,6 @@ class GPTQModifier(SchemeKeys):
         assert weight.scale is not None
         args = self.weights_of(weight.layer)
         return Grid.of(args, weight.values.shape, weight.scale, weight.zero_point, weight.global_scale)
-
-
-def gptq(
-    values: Tensor,
-    grid: Grid,
-    factor: Tensor,
-    order: Tensor,
-    block_size: int = 128,
-    keep: Tensor | None = None,
-) -> Tensor:
-    """`values` `[rows, in]` float32 as numbers of `grid`, those that follow in `order` making up for each error.
-
-    Args:
-        factor: U of the columns in `order`, `[in, in]`.
-        keep: bool `[rows, in]`: where it is False, values are 0 and stay 0.
-    """
-    # Transposed, a column is a run of memory.
-    left = values.t().index_select(0, order)
-    kept = None if keep is None else keep.t().index_select(0, order)
-    done, errors = torch.empty_like(left), torch.empty_like(left[:block_size])
-    scales, zeros = grid.scale.t().contiguous(), None if grid.zero_point is None else grid.zero_point.t().contiguous()
-    steps, groups = (1 / factor.diagonal()).tolist(), (order // grid.width).tolist()
-    round_, columns = rounding(grid.args), len(order)
-    for first in range(0, columns, block_size):
-        last = min(columns, first + block_size)
-        for start in range(first, last, _INNER):
-            stop = min(last, start + _INNER)
-            for column in range(start, stop):
-                weight, number, error, group = left[column], done[column], errors[column - first], groups[column]
-                if kept is not None:
-                    weight.mul_(kept[column])  # what the columns before have put there is taken back
-                torch.div(weight, scales[group], out=number)
-                if zeros is None:
-                    round_(number).mul_(scales[group])
-                else:
-                    round_(number.add_(zeros[group])).sub_(zeros[group]).mul_(scales[group])
-                torch.sub(weight, number, out=error).mul_(steps[column])
-                left[column + 1 : stop].addr_(factor[column, column + 1 : stop], error, alpha=-1)
-            left[stop:last].addmm_(factor[start:stop, stop:last].t(), errors[start - first : stop - first], alpha=-1)
-        left[last:].addmm_(factor[first:last, last:].t(), errors[: last - first], alpha=-1)
-    return left.index_copy_(0, order, done).t().contiguous()
 
 
 def _kept(weights: Sequence[Weight], parts: Sequence[tuple[int, slice]]) -> Tensor | None:

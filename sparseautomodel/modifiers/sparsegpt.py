@@ -29,9 +29,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparseautomodel.columns import round_columns
 from sparseautomodel.masks import prune_mask
 from sparseautomodel.modifiers.base import Layer, Modifier, ModifierError, Weight
-from sparseautomodel.modifiers.gptq import gptq
 from sparseautomodel.modifiers.scheme_keys import SchemeKeys
 from sparseautomodel.modifiers.sparsity_keys import SparsityKeys
 from sparseautomodel.scales import ErrorSearch, Grid
@@ -350,7 +350,9 @@ def round_kept(
         own = dataclasses.replace(grid, scale=grid.scale[:, group], zero_point=zeros, width=1)
         places = torch.arange(len(columns), device=columns.device)
         with torch_threads(1, torch.get_num_threads()):
-            left[:, columns] = gptq(left[:, columns], own, factor[part, part], places, block_size, keep[:, columns])
+            left[:, columns] = round_columns(
+                left[:, columns], own, factor[part, part], places, block_size, keep[:, columns]
+            )
         free[:, columns] = False
         if number + 1 < len(parts):
             left, _ = solve_kept(exact, left, free, hessian, added, _PART_STEPS)
