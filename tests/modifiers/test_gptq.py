@@ -174,7 +174,7 @@ def test_without_a_usable_statistic_weights_are_rounded_to_nearest(case: str, re
 
 
 def test_a_layer_that_is_worse_falls_back_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve = gptq.gptq
+    solve = gptq.round_columns
 
     def spoiled(values: Tensor, *args: Any) -> Tensor:
         result = solve(values, *args)
@@ -185,7 +185,7 @@ def test_a_layer_that_is_worse_falls_back_alone(monkeypatch: pytest.MonkeyPatch)
     modifier, hessian = _modifier(WEIGHTS["int4-group"]), _gathered(_inputs())
     good, weights = [_weight(seed=number) for number in range(3)], [_weight(seed=number) for number in range(3)]
     expected = modifier.solve(good, hessian)
-    monkeypatch.setattr(gptq, "gptq", spoiled)
+    monkeypatch.setattr(gptq, "round_columns", spoiled)
     errors = modifier.solve(weights, hessian)
     assert errors[0] == expected[0] and torch.equal(weights[0].values, good[0].values)
     for number, reason in ((1, "worse than the plain method"), (2, "not finite")):
