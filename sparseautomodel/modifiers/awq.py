@@ -10,9 +10,8 @@ Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han: AWQ, 2023, https://arxi
 The paper runs the block for each a. Here the loss is that of the layers' own outputs, which H gives without a forward:
 tr(D H D^T), D = Q(W s) / s - W. The magnitude of an input is the root of its mean square, where the paper has the mean.
 
-Where GPTQ rounds afterwards (`before_gptq`) it makes up for most of that loss, and what lowers it can raise what is
-left. So there an error counts by 1 / U_jj^2 (see gptq.py): what it costs once the columns that follow have done their
-part. The root of that takes the place of the input's magnitude.
+Where GPTQ rounds afterwards it makes up for most of that loss. What is left can then be larger in a layer by itself, and
+the model was better for it all the same: the squares in H are those of few very large tokens.
 
 The paper's clipping of weights is `observer: mse` here: ranges that are shrunk for the least error, of each group for
 itself, errors in a column counted by its inputs' squares. It applies where this modifier rounds too.
@@ -38,8 +37,6 @@ from sparseautomodel.scales import ErrorSearch, Grid, find_global_scale, find_sc
 from sparseautomodel.statistics import (
     Hessian,
     LayerError,
-    NotPositiveDefinite,
-    inverse_factor,
     output_errors,
     row_runs,
 )
@@ -47,9 +44,6 @@ from sparseautomodel.statistics import (
 _SAMPLED_ROWS, _LEAST_ROWS, _PRODUCTS = 1024, 128, 2**29
 """About as many rows of all layers of a set are rounded for each a, every n-th of them: fewer where the loss of one,
 which takes in_features^2 products, is dear."""
-
-_DAMPENING = 0.01
-"""That of GPTQModifier, if nothing else is asked for."""
 
 _RANGE = 1e4
 """No factor is further from the middle one than this."""
@@ -69,9 +63,6 @@ class AWQModifier(SmoothingKeys, SchemeKeys):
     n_grid: int = 20
     """How many a are tried, evenly from 0 to 1. Leaving all as it is is tried as well."""
 
-    before_gptq: bool = False
-    """Whether GPTQModifier rounds the layers afterwards: then what it makes up for does not count."""
-
     search: ClassVar[ErrorSearch] = ErrorSearch(maxshrink=0.5, grid=20.0, norm=2.0)
 
     def __post_init__(self, weight_observer: str | None) -> None:
@@ -80,10 +71,6 @@ class AWQModifier(SmoothingKeys, SchemeKeys):
             raise ModifierError("duo_scaling", f"it is true, false or both, got {self.duo_scaling!r}. Write true")
         if type(self.n_grid) is not int or self.n_grid < 2:
             raise ModifierError("n_grid", f"n_grid is a number of steps from 2 up, got {self.n_grid!r}. Write 20")
-        if type(self.before_gptq) is not bool or (self.before_gptq and self._groups):
-            raise ModifierError(
-                "before_gptq", f"true or false, and false where this modifier has a scheme; got {self.before_gptq!r}"
-            )
         if not self._groups and (self.group_size is not None or self.observer != "minmax" or self.skip_indivisible):
             raise ModifierError(
                 "scheme",
@@ -133,11 +120,10 @@ class AWQModifier(SmoothingKeys, SchemeKeys):
         most = max(_LEAST_ROWS, min(_SAMPLED_ROWS, _PRODUCTS // len(hessian) ** 2))
         stride = max(1, sum(len(weight.values) for weight, _ in stored) // most)
         samples = [_Sample.of(weight.values, args, stride) for weight, args in stored]
-        costs = _left_by_gptq(hessian) if self.before_gptq else hessian
-        best, least = None, _loss(samples, costs, torch.ones_like(hessian[0]))
-        for factors in self._candidates(stored, costs if self.before_gptq else hessian.diagonal()):
+        best, least = None, _loss(samples, hessian, torch.ones_like(hessian[0]))
+        for factors in self._candidates(stored, hessian.diagonal()):
             factors = allowed(factors)
-            loss = _loss(samples, costs, factors)
+            loss = _loss(samples, hessian, factors)
             if math.isfinite(loss) and loss < least:
                 best, least = factors, loss
         return best
@@ -223,27 +209,14 @@ class _Sample:
         return grid.nearest(values).div_(factors).sub_(self.values)
 
 
-def _loss(samples: Sequence[_Sample], costs: Tensor, factors: Tensor) -> float:
-    """What rounding costs, with H, or with a cost for each column."""
+def _loss(samples: Sequence[_Sample], hessian: Tensor, factors: Tensor) -> float:
+    """What rounding costs: tr(D H D^T)."""
     shared = [sample.ends * factors for sample in samples if sample.args.strategy == "tensor_group"]
     global_scale = find_global_scale(shared) if shared else None
     changes = [
         sample.change(factors, global_scale if sample.args.strategy == "tensor_group" else None) for sample in samples
     ]
-    change = torch.cat(changes)
-    lost = output_errors(change, costs) if costs.ndim == 2 else change.square_() @ costs
-    return float(lost.double().sum())
-
-
-def _left_by_gptq(hessian: Tensor) -> Tensor:
-    """`[in_features]`: what a squared error in each column costs after GPTQ; that of the input where it cannot work."""
-    order = hessian.diagonal().argsort(descending=True, stable=True)
-    try:
-        factor = inverse_factor(hessian, _DAMPENING, order)
-    except NotPositiveDefinite:
-        return hessian.diagonal().clone()
-    left = torch.empty_like(hessian[0]).index_copy_(0, order, factor.diagonal().pow(-2))
-    return left.masked_fill_(hessian.diagonal() == 0, 0)
+    return float(output_errors(torch.cat(changes), hessian).double().sum())
 
 
 def _magnitude(values: Tensor, args: QuantizationArgs) -> Tensor:

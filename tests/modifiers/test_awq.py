@@ -175,27 +175,6 @@ def test_factors_are_chosen_among_what_the_producer_can_hold() -> None:
     assert _loss(values, INT4.weights, inputs, factors) < _loss(values, INT4.weights, inputs, torch.ones(COLUMNS))
 
 
-def test_before_gptq_errors_cost_what_gptq_leaves_of_them() -> None:
-    """Inputs that nearly follow from each other: what rounding does to them, GPTQ makes up for."""
-    inputs, values = _inputs(), torch.randn(64, COLUMNS) * 0.1
-    inputs = inputs @ torch.randn(COLUMNS, COLUMNS) + inputs * 5
-    hessian, modifier = _gathered(inputs), AWQModifier(before_gptq=True)
-    factors = modifier.smooth([_weight(values)], hessian, [INT4], _same)
-    dense = hessian.value.double()
-    dense = dense + 0.01 * dense.diagonal().mean() * torch.eye(COLUMNS)
-    order = dense.diagonal().argsort(descending=True)
-    upper = torch.linalg.cholesky(dense[order][:, order].inverse(), upper=True)
-    costs = torch.empty(COLUMNS, dtype=torch.float64).index_copy_(0, order, upper.diagonal().pow(-2))
-    # As if inputs were independent: each with the size that is left of it.
-    independent = torch.diag(costs.sqrt()).float()
-    tried = _paper(values, INT4.weights, independent * COLUMNS**0.5, True, 20)
-    found = torch.ones(COLUMNS) if factors is None else factors
-    loss = _loss(values, INT4.weights, independent * COLUMNS**0.5, found)
-    assert loss == pytest.approx(min(tried), rel=0.02)
-    assert loss <= _loss(values, INT4.weights, independent * COLUMNS**0.5, torch.ones(COLUMNS))
-    assert any(torch.allclose(found, one, rtol=1e-3) for one in tried.values())
-
-
 def test_an_outlier_costs_less_than_with_rounding_to_nearest_alone() -> None:
     """Norm and layer as they are in a block: divided, multiplied, rounded, run."""
     norm, linear = nn.LayerNorm(COLUMNS), nn.Linear(COLUMNS, 96, bias=False)
@@ -295,8 +274,6 @@ def test_without_a_scheme_it_smooths_alone() -> None:
         ({"observer": "mse"}, "scheme", "say how weights are rounded"),
         ({"group_size": 64}, "scheme", "say how weights are rounded"),
         ({"scheme": "W4A17"}, "scheme", "there is no scheme"),
-        ({"scheme": "W4A16", "before_gptq": True}, "before_gptq", "false where this modifier has a scheme"),
-        ({"before_gptq": "yes"}, "before_gptq", "true or false"),
     ],
 )
 def test_other_keys_are_refused(keys: dict[str, Any], key: str, message: str) -> None:

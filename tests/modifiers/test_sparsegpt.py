@@ -209,7 +209,7 @@ def test_pruned_layers_are_rounded_as_in_slow_float64(symmetric: bool, monkeypat
     expected = _rounded(exact.double(), weight.values.double(), keep, grid, hessian.double(), order)
     # A number within float32's precision of halfway goes either way, and takes the rest of its row along.
     assert int((~torch.isclose(found.double(), expected, rtol=1e-4, atol=1e-7)).any(1).sum()) <= 2
-    swept = sparsegpt.gptq(weight.values, grid, factor, order, 128, keep)
+    swept = sparsegpt.round_columns(weight.values, grid, factor, order, 128, keep)
     errors = [output_errors(one - exact, hessian).sum() for one in (found, swept, grid.nearest(weight.values))]
     assert errors[0] < errors[1] < errors[2]
 
