@@ -10,8 +10,8 @@ Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan, Han: AWQ, 2023, https://arxi
 The paper runs the block for each a. Here the loss is that of the layers' own outputs, which H gives without a forward:
 tr(D H D^T), D = Q(W s) / s - W. The magnitude of an input is the root of its mean square, where the paper has the mean.
 
-Where GPTQ rounds afterwards it makes up for most of that loss. What is left can then be larger in a layer by itself, and
-the model was better for it all the same: the squares in H are those of few very large tokens.
+Where GPTQ rounds afterwards it makes up for most of that loss. What is left can then be larger in a layer by itself,
+and the model was better for it all the same: the squares in H are those of few very large tokens.
 
 The paper's clipping of weights is `observer: mse` here: ranges that are shrunk for the least error, of each group for
 itself, errors in a column counted by its inputs' squares. It applies where this modifier rounds too.
