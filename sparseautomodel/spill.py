@@ -50,9 +50,12 @@ class Spill:
         pages.start = tensor.data_ptr()
 
     def rest(self) -> None:
-        """Let go of all pages in memory; what was written is in the files. And give back what the allocator keeps."""
+        """Let go of all pages in memory; what was written is in the files."""
         for pages in self._mapped:
             pages.madvise(mmap.MADV_DONTNEED)
+
+    def trim(self) -> None:
+        """Give back to the system what the allocator keeps of tensors that are gone."""
         if hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)
 

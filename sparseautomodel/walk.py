@@ -29,6 +29,9 @@ from sparseautomodel.kv_cache import ObservedCache
 from sparseautomodel.sets import LayerSet, input_sets, is_expert
 from sparseautomodel.spill import Spill
 
+_TRIM = 3
+"""Runs of forwards after which freed memory goes back to the system: each time costs page faults later."""
+
 END = ""
 """Where forwards wait that have left all blocks."""
 
@@ -105,6 +108,7 @@ class _Walk:
         self._known_sets: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
         self._gathering: Sequence[LayerSet] | None = None
         self._seen: set[LayerSet] = set()
+        self._runs = 0
         self._outside = [LayerSet((name,)) for name in outside]
         # A cache would be filled twice by a probe, and keep what nobody reads.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -286,8 +290,13 @@ class _Walk:
         return layer.register_forward_pre_hook(lambda module, args: self._meet(name, args[0]))
 
     def _rest(self) -> None:
-        if self._room.spill is not None:
-            self._room.spill.rest()
+        """A forward waits: the pages of what waits in files can go, and now and then what the allocator keeps."""
+        if self._room.spill is None:
+            return
+        self._room.spill.rest()
+        self._runs += 1
+        if self._runs % _TRIM == 0:
+            self._room.spill.trim()
 
     def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = self._by_light[getcurrent()]
