@@ -115,6 +115,7 @@ def oneshot(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows a forward.")] = 8,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the blocks of a killed run.")] = False,
     device: Device = None,
+    memory_budget: Annotated[str, typer.Option(metavar="SIZE", help="Calibration state held in memory.")] = "1GB",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a file of weights: 5GB, 500MB.")] = "5GB",
     requantize: Requantize = False,
     subfolder: Subfolder = None,
@@ -133,8 +134,8 @@ def oneshot(
         from sparseautomodel.save import parse_size
 
         check_device(device)
-        with wrong_usage("--max-shard-size", ValueError):
-            limit = parse_size(max_shard_size)
+        with wrong_usage("--max-shard-size or --memory-budget", ValueError):
+            limit, budget = parse_size(max_shard_size), parse_size(memory_budget)
         report = oneshot(
             path,
             load_recipe(recipe),
@@ -145,6 +146,7 @@ def oneshot(
             batch_size=batch_size,
             resume=resume,
             device=device,
+            memory_budget=budget,
             max_shard_size=limit,
             requantize=requantize,
             trust_remote_code=trust_remote_code,

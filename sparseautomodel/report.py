@@ -124,10 +124,29 @@ class Report:
                 f"{self.parameters / 1e6:,.1f} M parameters changed",
                 f"{size_text(self.nbytes_before)} -> {size_text(self.nbytes_after)} in {self.seconds:.1f} s, "
                 f"peak memory {size_text(self.peak_nbytes)}; {_reads_text(self.reads)}",
+                *_calibration_lines(self.calibration),
                 *(f"note: {text}" for text in self.notes),
                 *(f"warning: {text}" for text in self.warnings),
             ]
         )
+
+
+def _calibration_lines(calibration: Mapping[str, Any]) -> list[str]:
+    """Data, verdict, worst layer and fallbacks of a run with data."""
+    if not calibration:
+        return []
+    lines = [f"calibrated on {calibration['num_samples']} rows, {calibration['num_tokens']:,} tokens"]
+    if calibration.get("verdict"):
+        lines.append(calibration["verdict"]["text"])
+    known = [layer for layer in calibration["layers"] if layer["after"] is not None and layer["before"] is not None]
+    if known:
+        worst = max(known, key=lambda layer: layer["after"])
+        lines.append(f"largest relative error: {worst['name']}, {worst['after']:.2%} ({worst['before']:.2%} plainly)")
+    fallen = [layer for layer in calibration["layers"] if layer["fallback"]]
+    if fallen:
+        first = fallen[0]
+        lines.append(f"{len(fallen)} layers fell back, the first {first['name']}: {first['fallback']}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -234,6 +253,7 @@ def model_card(report: Report, base: str, license_name: str | None, loader: str 
         ("stored as", "; ".join(schemes) or "dense"),
         ("zeros", ", ".join(sorted(set(report.structures.values()))) or "as in the source"),
         ("size", f"{size_text(report.nbytes_before)} -> {size_text(report.nbytes_after)}"),
+        *((("quality", verdict["text"]),) if (verdict := report.calibration.get("verdict")) else ()),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""---

@@ -153,6 +153,20 @@ def test_report_is_json_and_says_it_in_two_lines(tiny_llama: Path, tmp_path: Pat
     assert report.peak_nbytes > 50e6 and report.seconds > 0
 
 
+def test_report_of_a_run_with_data_says_how_good_it_is(tiny_mixtral: Path, tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.randint(1, 250, (6,))} for _ in range(4)]
+    recipe = {"modifiers": [{"GPTQModifier": {"scheme": "W4A16", "group_size": 32}}]}
+    report = oneshot(tiny_mixtral, recipe, data=rows, output=tmp_path / "out", num_samples=1)
+    text, card = str(report), (tmp_path / "out" / "README.md").read_text()
+    verdict = report.calibration["verdict"]["text"]
+    assert "calibrated on 1 rows, 6 tokens" in text and verdict in text and f"| quality | {verdict} |" in card
+    known = [layer for layer in report.calibration["layers"] if layer["after"] is not None]
+    worst = max(known, key=lambda layer: layer["after"])
+    assert f"largest relative error: {worst['name']}, {worst['after']:.2%}" in text
+    fallen = [layer for layer in report.calibration["layers"] if layer["fallback"]]
+    assert fallen and f"{len(fallen)} layers fell back" in text  # six tokens do not reach all experts
+
+
 def test_report_of_a_model_in_memory_says_so(tiny_llama: Path) -> None:
     report = oneshot(AutoModelForCausalLM.from_pretrained(tiny_llama), "2of4")
     assert "-> in memory: 14 layers" in str(report) and report.to_dict()["output"] is None
