@@ -27,31 +27,34 @@ class Spill:
 
     def __init__(self, folder: Path, budget: int) -> None:
         self._folder, self._budget = folder, budget
-        self._waiting: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._mapped: weakref.WeakSet[_Map] = weakref.WeakSet()
+        self._waiting: dict[int, int] = {}
+        """Tensors in memory, and their bytes."""
+        self._held = 0
+        self._mapped: weakref.WeakValueDictionary[int, _Map] = weakref.WeakValueDictionary()
+        """Address -> the pages there."""
 
     def wait(self, tensor: Tensor) -> None:
         """`tensor` will not be used for a while. Only whole, contiguous tensors in host memory are moved."""
         whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        if tensor.device.type != "cpu" or not whole or tensor.nbytes < _SMALLEST or self._is_mapped(tensor):
+        if tensor.device.type != "cpu" or not whole or tensor.nbytes < _SMALLEST or self.holds(tensor):
             return
-        self._waiting = {key: held for key, held in self._waiting.items() if held[0]() is not None}
-        others = sum(nbytes for key, (_, nbytes) in self._waiting.items() if key != id(tensor))
-        if others + tensor.nbytes <= self._budget:
-            self._waiting[id(tensor)] = weakref.ref(tensor), tensor.nbytes
+        if id(tensor) in self._waiting:
             return
-        self._waiting.pop(id(tensor), None)
+        if self._held + tensor.nbytes <= self._budget:
+            self._held += tensor.nbytes
+            self._waiting[id(tensor)] = tensor.nbytes
+            weakref.finalize(tensor, self._forget, id(tensor))
+            return
         with tempfile.TemporaryFile(dir=self._folder) as file:
             file.truncate(tensor.nbytes)
             pages = _Map(file.fileno(), tensor.nbytes)
         moved = torch.frombuffer(pages, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
         tensor.set_(moved.copy_(tensor))  # type: ignore[call-overload]
-        self._mapped.add(pages)
-        pages.start = tensor.data_ptr()
+        self._mapped[tensor.data_ptr()] = pages
 
     def rest(self) -> None:
         """Let go of all pages in memory; what was written is in the files."""
-        for pages in self._mapped:
+        for pages in list(self._mapped.values()):
             pages.madvise(mmap.MADV_DONTNEED)
 
     def trim(self) -> None:
@@ -59,9 +62,17 @@ class Spill:
         if hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)
 
-    def _is_mapped(self, tensor: Tensor) -> bool:
-        return any(pages.start == tensor.data_ptr() for pages in self._mapped)
+    def __len__(self) -> int:
+        """How many tensors wait in files."""
+        return len(self._mapped)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor are in a file."""
+        return tensor.data_ptr() in self._mapped
+
+    def _forget(self, key: int) -> None:
+        self._held -= self._waiting.pop(key)
 
 
 class _Map(mmap.mmap):
-    start = 0
+    """Pages that can be known without being kept."""

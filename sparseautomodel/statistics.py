@@ -24,7 +24,7 @@ _PANELS, _WIDEST = 6, 512
 _BLOCK = 128
 """Rows or columns of a large matrix that are worked on at once: what is not done in place is no larger than this."""
 
-_RUN_ROWS, _RUN_ELEMENTS = 4096, 2**23
+_RUN_ROWS, _RUN_ELEMENTS = 4096, 2**21
 """Rows and weights that are solved at once: enough that each step of torch is worth its call, not many copies."""
 
 

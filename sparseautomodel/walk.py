@@ -290,13 +290,11 @@ class _Walk:
         return layer.register_forward_pre_hook(lambda module, args: self._meet(name, args[0]))
 
     def _rest(self) -> None:
-        """A forward waits: the pages of what waits in files can go, and now and then what the allocator keeps."""
-        if self._room.spill is None:
-            return
-        self._room.spill.rest()
-        self._runs += 1
-        if self._runs % _TRIM == 0:
-            self._room.spill.trim()
+        """Now and then, after a run of a forward: let go of pages in memory, and of what the allocator keeps."""
+        spill, self._runs = self._room.spill, self._runs + 1
+        if spill is not None and self._runs % max(_TRIM, len(spill) // 32) == 0:
+            spill.rest()
+            spill.trim()
 
     def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = self._by_light[getcurrent()]

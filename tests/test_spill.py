@@ -44,14 +44,14 @@ def test_tensors_above_the_budget_leave_memory(tmp_path: Path) -> None:
         spill.wait(tensors[-1])
     spill.rest()
     held = anonymous()
-    mapped = [tensor for tensor in tensors if spill._is_mapped(tensor)]
+    mapped = [tensor for tensor in tensors if spill.holds(tensor)]
     assert len(mapped) == 10  # two have room
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
     spill.rest()
     assert anonymous() < held + size
     del tensors, mapped
     gc.collect()
-    assert not spill._mapped
+    assert len(spill) == 0
 
 
 def test_room_is_given_back_by_tensors_that_are_gone(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_room_is_given_back_by_tensors_that_are_gone(tmp_path: Path) -> None:
         tensor = torch.ones(1 << 18)
         spill.wait(tensor)
         spill.wait(tensor)  # twice is once
-        assert not spill._is_mapped(tensor)
+        assert not spill.holds(tensor)
         del tensor
 
 
@@ -70,5 +70,5 @@ def test_what_cannot_be_moved_stays(tmp_path: Path) -> None:
     for tensor in (whole[:, ::2], whole[1:], whole.t(), torch.randn(4), torch.empty(512, 512, device="meta")):
         before = None if tensor.is_meta else tensor.clone()
         spill.wait(tensor)
-        assert not spill._mapped
+        assert len(spill) == 0
         assert before is None or torch.equal(tensor, before)
