@@ -29,7 +29,7 @@ from sparseautomodel.kv_cache import ObservedCache
 from sparseautomodel.sets import LayerSet, input_sets, is_expert
 from sparseautomodel.spill import Spill
 
-_TRIM = 3
+_TRIM = 6
 """Runs of forwards after which freed memory goes back to the system: each time costs page faults later."""
 
 END = ""

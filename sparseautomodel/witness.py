@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ROWS = 4
+ROWS = 2
 """Rows that run through both models."""
 
 _TOKENS = 64
