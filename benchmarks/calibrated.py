@@ -4,8 +4,9 @@
 
 FOLDER is a dense language model with its tokenizer, TEXT a file: its first 64 x 512 tokens calibrate, 24 windows of 512
 tokens near its end, which neither side has seen, are scored. PEER is the interpreter of an environment that has
-llmcompressor (0.14.0.1 was measured). `gptq` is like for like: min-max scales on both sides; `gptq-mse` searches them
-on both sides. Names of our recipes (w4a16-gptq, w8a8-smoothquant) run on our side alone.
+llmcompressor (0.14.0.1 was measured). `gptq` and `sparsegpt` are like for like: min-max scales, and the paper's method,
+on both sides; `gptq-mse` searches scales on both sides. Names of our recipes (w4a16-gptq, w8a8-smoothquant) run on our
+side alone.
 Every run is a process of its own, in turn; imports are not timed, load and save are; memory is the peak resident set.
 """
 
@@ -27,7 +28,7 @@ GROUPS = '{"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_
 OURS = {
     "gptq": '{"GPTQModifier": {"scheme": "W4A16", "group_size": 64}}',
     "gptq-mse": '{"GPTQModifier": {"scheme": "W4A16", "group_size": 64, "observer": "mse"}}',
-    "sparsegpt": '{"SparseGPTModifier": {"mask_structure": "2:4"}}',
+    "sparsegpt": '{"SparseGPTModifier": {"mask_structure": "2:4", "refine": False}}',
     "wanda": '{"WandaPruningModifier": {"mask_structure": "2:4"}}',
     "rtn": '{"QuantizationModifier": {"scheme": "W4A16", "group_size": 64}}',
 }

@@ -24,6 +24,8 @@ class Forward:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
     """What the block is called with."""
+    nbytes: int = 0
+    """Of the hidden states in it."""
     waits_for: LayerSet | None = None
     passed: set[str] = field(default_factory=set)
     """Blocks that it has run through."""

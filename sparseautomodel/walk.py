@@ -29,8 +29,11 @@ from sparseautomodel.kv_cache import ObservedCache
 from sparseautomodel.sets import LayerSet, input_sets, is_expert
 from sparseautomodel.spill import Spill
 
-_TRIM = 6
-"""Runs of forwards after which freed memory goes back to the system: each time costs page faults later."""
+_TRIM = 1 << 25
+"""Bytes of hidden states that have passed a block before freed memory goes back: each time costs page faults later."""
+
+_LARGE = 1 << 24
+"""Bytes of statistics from which freed memory goes back before and after a set is solved."""
 
 END = ""
 """Where forwards wait that have left all blocks."""
@@ -108,7 +111,7 @@ class _Walk:
         self._known_sets: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
         self._gathering: Sequence[LayerSet] | None = None
         self._seen: set[LayerSet] = set()
-        self._runs = 0
+        self._passed = 0
         self._outside = [LayerSet((name,)) for name in outside]
         # A cache would be filled twice by a probe, and keep what nobody reads.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -197,7 +200,7 @@ class _Walk:
             forward.light.switch(forward)
             if self._cache is not None:
                 self._cache.recording = False
-            self._rest()
+            self._rest(forward)
 
     def _solve_met(self, sets: Sequence[LayerSet]) -> None:
         """Solve those of `sets` that forwards wait for, in order, and let them go on, until none waits for one."""
@@ -224,7 +227,7 @@ class _Walk:
                     self._seen = set()
                     with contextlib.suppress(_Gathered):
                         run_block(block, forward.args, forward.kwargs or {})
-                    self._rest()
+                    self._rest(forward)
             finally:
                 self._gathering = None
             for layers in part:
@@ -289,18 +292,20 @@ class _Walk:
         layer = self._model.get_submodule(name)
         return layer.register_forward_pre_hook(lambda module, args: self._meet(name, args[0]))
 
-    def _rest(self) -> None:
-        """Now and then, after a run of a forward: let go of pages in memory, and of what the allocator keeps."""
-        spill, self._runs = self._room.spill, self._runs + 1
-        if spill is not None and self._runs % max(_TRIM, len(spill) // 32) == 0:
+    def _rest(self, forward: Forward) -> None:
+        """After a run of a forward, now and then: let go of pages in memory, and of what the allocator keeps."""
+        spill, self._passed = self._room.spill, self._passed + forward.nbytes
+        if spill is not None and self._passed > _TRIM * max(1, len(spill) // 32):
+            self._passed = 0
             spill.rest()
             spill.trim()
 
     def _enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = self._by_light[getcurrent()]
-        forward.at, forward.args, forward.kwargs = name, args, kwargs
+        hidden = first_tensor((args, kwargs))
+        forward.at, forward.args, forward.kwargs, forward.nbytes = name, args, kwargs, hidden.nbytes
         if self._room.spill is not None and not forward.witness:
-            self._room.spill.wait(first_tensor((args, kwargs)))
+            self._room.spill.wait(hidden)
         wait()
 
     def _leave(self, name: str, output: Any) -> None:
@@ -355,8 +360,13 @@ class _Walk:
         self._set_of |= dict.fromkeys(layers.names, layers)
 
     def _solve(self, layers: LayerSet) -> None:
+        large = sum(statistic.nbytes for statistic in layers.statistics) >= _LARGE
+        if large and self._room.spill is not None:
+            self._room.spill.trim()
         self._callbacks.solve(layers)
         layers.solved, layers.statistics, layers.inputs = True, [], []
+        if large and self._room.spill is not None:
+            self._room.spill.trim()
 
     def _find_sets(self, name: str, block: nn.Module, forward: Forward) -> list[LayerSet]:
         """Blocks that are built alike are probed once."""

@@ -88,7 +88,7 @@ def test_block_errors_and_verdict_are_those_of_the_two_models(tiny_llama: Path, 
     report = oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out", num_samples=6)
     source = AutoModelForCausalLM.from_pretrained(tiny_llama)
     result = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out", execution="dense")
-    inputs = torch.stack([row["input_ids"] for row in rows[6:]])
+    inputs = torch.stack([row["input_ids"] for row in rows[6:8]])
     with torch.no_grad():
         one, two = (model(inputs, output_hidden_states=True) for model in (source, result))
         losses = [float(model(inputs, labels=inputs).loss) for model in (source.float(), result.float())]
@@ -98,7 +98,7 @@ def test_block_errors_and_verdict_are_those_of_the_two_models(tiny_llama: Path, 
     ].float().square().sum()
     assert first["name"] == "model.layers.0" and first["error"] == pytest.approx(float(wanted), rel=0.05)
     verdict = report.calibration["verdict"]
-    assert verdict["tokens"] == 4 * 23 and not verdict["seen"]
+    assert verdict["tokens"] == 2 * 23 and not verdict["seen"]
     assert verdict["source"] == pytest.approx(math.exp(losses[0]), rel=0.02)
     assert verdict["result"] == pytest.approx(math.exp(losses[1]), rel=0.02)
 

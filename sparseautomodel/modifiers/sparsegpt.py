@@ -77,6 +77,10 @@ class SparseGPTModifier(SchemeKeys, SparsityKeys):
     dampening_frac: float = 0.01
     """Share of the mean of H's diagonal that is added to the diagonal; more where that is not enough."""
 
+    refine: bool = True
+    """Whether the kept weights are solved for again together, and masks changed where that pays: it takes about as long
+    as all else, and lowers the error of a layer by a fifth. false: the paper."""
+
     needs_data: ClassVar[bool] = True
 
     search: ClassVar[ErrorSearch] = ErrorSearch(maxshrink=0.4, grid=32.0, norm=2.0, maxgrow=0.07)
@@ -89,6 +93,8 @@ class SparseGPTModifier(SchemeKeys, SparsityKeys):
                 "group_size, observer and skip_indivisible say how weights are rounded. Write scheme: W4A16, "
                 "or leave them out",
             )
+        if not isinstance(self.refine, bool):
+            raise ModifierError("refine", f"got {self.refine!r}. Write true or false")
         if type(self.block_size) is not int or self.block_size < 1:
             raise ModifierError("block_size", f"block_size is a number of columns, got {self.block_size!r}. Write 128")
         if type(self.dampening_frac) not in (int, float) or not 0 <= self.dampening_frac <= 1:
@@ -154,7 +160,8 @@ class SparseGPTModifier(SchemeKeys, SparsityKeys):
             values = torch.cat([weights[number].values[rows].float() for number, rows in run])
             with torch_threads(1, torch.get_num_threads()):
                 solved, keep = sparsegpt(values, factor, self.sparsity, self.structure, self.block_size)
-            solved, keep = self._solved_again(values, solved, keep, hessian, factor)
+            if self.refine:
+                solved, keep = self._solved_again(values, solved, keep, hessian, factor)
             sizes = [rows.stop - rows.start for _, rows in run]
             for (number, rows), part, kept in zip(run, solved.split(sizes), keep.split(sizes), strict=True):
                 found[number][0][rows], found[number][1][rows] = part, kept
