@@ -14,8 +14,8 @@ from transformers import AutoModel, PreTrainedConfig
 
 from sparseautomodel.architecture import expert_merges
 from sparseautomodel.quantizer import put_experts
+from sparseautomodel.sets import find_blocks
 from sparseautomodel.smoothing import Names, Pair, find_pairs, multiply_columns
-from sparseautomodel.walk import find_blocks
 
 ENCODER = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES = ENCODER | {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0}
