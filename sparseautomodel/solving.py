@@ -28,6 +28,7 @@ from sparseautomodel.quantizer import put_experts
 from sparseautomodel.ranges import InputRange
 from sparseautomodel.sets import LayerSet
 from sparseautomodel.smoother import Smoother
+from sparseautomodel.spill import Spill
 from sparseautomodel.statistics import LayerError
 from sparseautomodel.transform import LayerPlan
 from sparseautomodel.witness import Comparison
@@ -57,6 +58,7 @@ class Solving(Callbacks):
         self._checkpoint, self._plans, self._modifiers = checkpoint, plans, modifiers
         self._scratch, self._device = scratch, device
         self._names = _tensor_names(checkpoint, architecture)
+        self._files = Spill(scratch, 0)
         self._results: dict[str, Tensor] = {}
         self._blocks: tuple[str, ...] = ()
         self._ends: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
@@ -75,6 +77,10 @@ class Solving(Callbacks):
         for name, _ in list(self.model.named_parameters(remove_duplicate=False)):
             if not name.startswith(self._blocks) and self._owner(name) is not head:
                 self._read(name)
+        # They are used at the beginning and at the end: in between they wait in files.
+        for parameter in self.model.parameters():
+            self._files.wait(parameter)
+        self._files.rest()
         for name, buffer in list(self.model.named_buffers()):
             stored = self._names.get(name)
             value = buffer if stored is None else self._checkpoint[stored][...]
@@ -109,6 +115,7 @@ class Solving(Callbacks):
             self._put(name, value)
 
     def enter(self, block: str) -> None:
+        self._files.rest()
         self._started, self._ranges = time.perf_counter(), {}
         for name, _ in list(self.model.get_submodule(block).named_parameters(prefix=block)):
             self._put(name, self._checkpoint[self._names[name]][...])
