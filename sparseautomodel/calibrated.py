@@ -160,6 +160,14 @@ def scratch_of(output: str | os.PathLike[str]) -> Path:
     return output.parent / f".{output.name}.blocks"
 
 
+def leave_or_say(scratch: Path, error: BaseException) -> None:
+    """After a failure: the folder goes if no block was finished, else the error says that it is there, and what for."""
+    if any(scratch.glob("*.safetensors")):
+        error.add_note(f"Finished blocks are kept in {scratch}: resume=True goes on from them; else delete the folder")
+    else:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def path_of(layer: Layer) -> str:
     """Name of the module that has the layer's weight; experts have one each here."""
     found = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
@@ -217,8 +225,8 @@ def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
     """
     wanted = {name: _digest(value) for name, value in (inputs | {"versions": versions()}).items()}
     path = scratch / FINGERPRINT
-    if resume and path.is_file():
-        found = json.loads(path.read_text())
+    found = _known(path) if resume else None
+    if found is not None:
         differing = sorted(name for name in wanted if found.get(name) != wanted[name])
         if differing:
             raise ValueError(
@@ -231,6 +239,15 @@ def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(wanted, indent=2))
     partial.replace(path)
+
+
+def _known(path: Path) -> dict[str, str] | None:
+    """What a run was started with; None where that cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _in_order(recipe: Sequence[Modifier], planned: Sequence[LayerPlan], scanned: Sequence[LayerPlan]) -> list[Modifier]:

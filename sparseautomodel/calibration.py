@@ -132,6 +132,8 @@ def _fitting(rows: Iterable[Row], model: nn.Module | None, limit: int, left: _Le
         if tokens == 0:
             left.empty += 1
             continue
+        if tokens and model is not None:
+            _check_ids(row["input_ids"], model)
         if model is not None and "decoder_input_ids" in takes:
             row = _with_decoder_inputs(row, labels, model)
         unknown = [name for name in row if takes and name not in takes]
@@ -146,6 +148,18 @@ def _fitting(rows: Iterable[Row], model: nn.Module | None, limit: int, left: _Le
         left.cut += any(cut[name].shape != row[name].shape for name in row)
         left.single += tokens == 1
         yield cut
+
+
+def _check_ids(ids: Tensor, model: nn.Module) -> None:
+    """Token ids that the embedding does not have are those of another tokenizer."""
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    size = getattr(embedding, "num_embeddings", None)
+    lowest, highest = int(ids.min()), int(ids.max())
+    if size is not None and (lowest < 0 or highest >= size):
+        raise ValueError(
+            f"a row has the token id {lowest if lowest < 0 else highest}, and the model has ids from 0 to {size - 1}: "
+            "give the model's own tokenizer, or data that was tokenized with it"
+        )
 
 
 def _parameters(model: nn.Module | None) -> Sequence[str]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
-from sparseautomodel.calibrated import calibrate, scratch_of
+from sparseautomodel.calibrated import calibrate, leave_or_say, scratch_of
 from sparseautomodel.calibration import read_batches
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, Reads, StoredTensor, open_checkpoint
 from sparseautomodel.completeness import few
@@ -76,7 +76,7 @@ def oneshot(
         device: where the modifiers run; the CPU by default.
         memory_budget: of calibration state in memory, a number of bytes or text: inputs that wait for others, and
             statistics. Inputs above it wait in a file beside `output`; and where even the forwards of one block do not
-            fit, blocks are run more often, for one batch after another, with the same result.
+            fit, blocks are run more often, for one batch after another.
         requantize: allow a source that is already compressed: it is decoded and compressed anew.
         max_shard_size: size of a file of weights, as a number of bytes or text such as "5GB".
         kwargs: subfolder, revision, variant, token, ... of the source.
@@ -91,7 +91,9 @@ def oneshot(
 
     >>> print(oneshot("dense-folder", "w4a16", output="compressed-folder"))  # doctest: +SKIP
     """
-    recipe, shard_nbytes = Recipe.load(recipe), parse_size(max_shard_size)
+    recipe, shard_nbytes, budget = Recipe.load(recipe), parse_size(max_shard_size), parse_size(memory_budget)
+    if isinstance(memory_budget, bool) or budget < 0:
+        raise ValueError(f"memory_budget={memory_budget!r} must be bytes, or text such as '1GB'")
     if data is not None and not any(modifier.needs_data for modifier in recipe.modifiers):
         warnings.warn("no modifier of the recipe needs data: data is not used", stacklevel=2)
     if isinstance(model, nn.Module):
@@ -126,8 +128,8 @@ def oneshot(
                 batch_size=batch_size,
                 held_out=ROWS,
             )
-            scratch, budget = scratch_of(output), parse_size(memory_budget)
-            with torch.random.fork_rng():
+            scratch = scratch_of(output)
+            with torch.random.fork_rng(), _scratch_said(scratch):
                 torch.manual_seed(seed)
                 done = calibrate(checkpoint, architecture, plan, batches, scratch, place, resume, budget)
             tensors = done.tensors
@@ -141,6 +143,10 @@ def oneshot(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         report = _report(plan, checkpoint, output, started)
+        closed = [
+            f"{one.name} does not read the result: {'; '.join(one.reasons)}" for one in plan.consumers if not one.reads
+        ]
+        report = replace(report, notes=(*report.notes, *closed))
         if calibrating:
             report = replace(
                 report, calibration=done.to_dict(), warnings=(*report.warnings, *batches.notes, *done.notes)
@@ -152,6 +158,15 @@ def oneshot(
     if calibrating:
         shutil.rmtree(scratch_of(output))
     return report
+
+
+@contextlib.contextmanager
+def _scratch_said(scratch: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        leave_or_say(scratch, error)
+        raise
 
 
 def _tokenizer(model: Any, trust_remote_code: bool | None, keys: Mapping[str, Any]) -> Any:

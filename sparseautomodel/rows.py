@@ -223,7 +223,11 @@ def _tensor(name: str, value: Any) -> Tensor | None:
     elif not isinstance(value, (Tensor, numpy.ndarray)):
         return None
     found = torch.as_tensor(value).detach().cpu()
-    return found.long() if name == "input_ids" else found
+    if name != "input_ids":
+        return found
+    if (found.is_floating_point() and found.numel()) or found.dtype == torch.bool:
+        raise ValueError(f"input_ids must be whole numbers, got {found.dtype}")
+    return found.long()
 
 
 def _text_part(tokenizer: Any) -> Any:

@@ -45,6 +45,8 @@ class Quality:
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "WARNING: the result is far from the source"
+        if self.source is not None and not math.isfinite(self.source):
+            verdict = "WARNING: the source itself is not finite on this data"
         where = f"{self.tokens} tokens {'of the calibration' if self.seen else 'that calibration did not see'}"
         if self.source is not None and self.result is not None:
             return (
@@ -120,7 +122,8 @@ class Comparison:
         if kind == "logits":
             return Quality(kind, None, None, divergence, agreement, tokens, divergence <= math.log(_WORSE), self.seen)
         source, result = (_exp(total / tokens) for total in sums[2:])
-        return Quality(kind, source, result, divergence, agreement, tokens, result <= _WORSE * source, self.seen)
+        passed = math.isfinite(divergence) and math.isfinite(source) and result <= _WORSE * source
+        return Quality(kind, source, result, divergence, agreement, tokens, passed, self.seen)
 
 
 def _tensor(output: Any) -> Tensor:

@@ -127,3 +127,35 @@ def test_a_resumed_run_reports_every_layer(tiny_llama: Path, rows: Any, tmp_path
     resumed = oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out", resume=True).calibration
     assert resumed["layers"] == whole["layers"] and resumed["verdict"] == whole["verdict"]
     assert [block["error"] for block in resumed["blocks"]] == [block["error"] for block in whole["blocks"]]
+
+
+def test_token_ids_of_another_tokenizer_are_named_and_nothing_is_left(tiny_llama: Path, tmp_path: Path) -> None:
+    for ids in ([1, 2, 999], [1, -100, 2]):
+        with pytest.raises(ValueError, match=r"token id (999|-100), and the model has ids from 0 to 255"):
+            oneshot(tiny_llama, recipe(GPTQ), data=[{"input_ids": ids}] * 4, output=tmp_path / "out")
+    with pytest.raises(ValueError, match="whole numbers"):
+        oneshot(tiny_llama, recipe(GPTQ), data=[{"input_ids": torch.rand(1, 4)}], output=tmp_path / "out")
+    with pytest.raises(ValueError, match="memory_budget=-1"):
+        oneshot(tiny_llama, recipe(GPTQ), data=[{"input_ids": [1, 2]}], output=tmp_path / "out", memory_budget=-1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_says_where_finished_blocks_are(
+    tiny_llama: Path, rows: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    solve = Solving.solve
+
+    def fail(self: Solving, layers: Any) -> None:
+        if "layers.1" in layers.names[0]:
+            raise MemoryError("no more memory")
+        solve(self, layers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Solving, "solve", fail)
+        with pytest.raises(MemoryError) as caught:
+            oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out")
+    scratch = scratch_of(tmp_path / "out")
+    assert any(str(scratch) in note and "resume=True" in note for note in caught.value.__notes__)
+    (scratch / "fingerprint.json").write_text('{"mod')  # damaged: nothing there can be trusted, so all starts anew
+    oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out", resume=True)
+    assert verify(tmp_path / "out").ok and not scratch.exists()

@@ -53,6 +53,15 @@ def test_a_ruined_model_does_not_pass() -> None:
         json.dumps(found.to_dict(), allow_nan=False)
 
 
+def test_a_source_that_is_not_finite_proves_nothing() -> None:
+    done = Comparison(causal=True)
+    for row, source, result in outputs(0.1):
+        source.logits[:] = math.inf
+        done.add_ends(row, source, result)
+    found = done.quality()
+    assert found is not None and not found.passed and "source itself is not finite" in str(found)
+
+
 def test_models_without_a_next_token() -> None:
     hidden = torch.randn(1, 7, 16)
     done = Comparison(causal=False)
