@@ -19,18 +19,17 @@ itself, errors in a column counted by its inputs' squares. It applies where this
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparseautomodel.modifiers.base import Layer, Modifier, ModifierError, Weight
+from sparseautomodel.modifiers.base import Layer, ModifierError, Weight
 from sparseautomodel.modifiers.scheme_keys import SchemeKeys
 from sparseautomodel.modifiers.smoothing_keys import SmoothingKeys
 from sparseautomodel.scales import ErrorSearch, Grid, find_global_scale, find_scales
@@ -63,6 +62,7 @@ class AWQModifier(SmoothingKeys, SchemeKeys):
     n_grid: int = 20
     """How many a are tried, evenly from 0 to 1. Leaving all as it is is tried as well."""
 
+    scheme_needed: ClassVar[bool] = False
     search: ClassVar[ErrorSearch] = ErrorSearch(maxshrink=0.5, grid=20.0, norm=2.0)
 
     def __post_init__(self, weight_observer: str | None) -> None:
@@ -71,28 +71,6 @@ class AWQModifier(SmoothingKeys, SchemeKeys):
             raise ModifierError("duo_scaling", f"it is true, false or both, got {self.duo_scaling!r}. Write true")
         if type(self.n_grid) is not int or self.n_grid < 2:
             raise ModifierError("n_grid", f"n_grid is a number of steps from 2 up, got {self.n_grid!r}. Write 20")
-        if not self._groups and (self.group_size is not None or self.observer != "minmax" or self.skip_indivisible):
-            raise ModifierError(
-                "scheme",
-                "group_size, observer and skip_indivisible say how weights are rounded. Write scheme: W4A16, "
-                "or write these keys where the layers are quantized",
-            )
-
-    def patterns(self) -> tuple[str, ...]:
-        return super().patterns() or self.targets
-
-    def selects(self, layer: Layer) -> bool:
-        return super().selects(layer) if self._groups else Modifier.selects(self, layer)
-
-    def rows(self, layer: Layer) -> int:
-        return super().rows(layer) if self._groups else 1
-
-    def global_scale(self, layer: Layer, values: Sequence[Tensor]) -> Tensor | None:
-        return super().global_scale(layer, values) if self._groups else None
-
-    def share_global_scale(self, weights: Sequence[Weight]) -> None:
-        if self._groups:
-            super().share_global_scale(weights)
 
     def statistic(self, layer: Layer) -> Hessian:
         return Hessian(layer.shape[1], arithmetic="int8")
@@ -177,10 +155,6 @@ class AWQModifier(SmoothingKeys, SchemeKeys):
                 factors = inputs.pow(share)
                 found.append(_normal(factors / size.pow(1 - share) if duo else factors))
         return found
-
-    @functools.cached_property
-    def _groups(self) -> tuple[Any, ...]:
-        return () if self.scheme is None and self.config_groups is None else super()._groups
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class SchemeKeys(Modifier, registered=False):
 
     search: ClassVar[ErrorSearch] = ErrorSearch()
     """What `observer: mse` tries."""
+    scheme_needed: ClassVar[bool] = True
+    """False where the modifier has work to do without a scheme: then none leaves the number format alone."""
 
     def __post_init__(self, weight_observer: str | None) -> None:
         super().__post_init__()
@@ -82,6 +84,12 @@ class SchemeKeys(Modifier, registered=False):
             written = cache.model_dump(mode="json")
             parts = ("num_bits", "type", "strategy", "dynamic", "symmetric")
             object.__setattr__(self, "kv_cache_scheme", {part: written[part] for part in parts})
+        if not self._groups and (self.group_size is not None or self.observer != "minmax" or self.skip_indivisible):
+            raise ModifierError(
+                "scheme",
+                "group_size, observer and skip_indivisible say how weights are rounded. Write scheme: W4A16, or write "
+                "these keys where the layers are quantized",
+            )
         static = any(group.scheme is not None and observes_inputs(group.scheme) for group in self._groups)
         object.__setattr__(self, "needs_data", type(self).needs_data or static or cache is not None)
 
@@ -90,9 +98,11 @@ class SchemeKeys(Modifier, registered=False):
         return (*super().keys(), "weight_observer")
 
     def patterns(self) -> tuple[str, ...]:
-        return tuple(pattern for group in self._groups for pattern in group.targets)
+        return tuple(pattern for group in self._groups for pattern in group.targets) or super().patterns()
 
     def selects(self, layer: Layer) -> bool:
+        if not self._groups:
+            return super().selects(layer)
         group = self._group_of(layer)
         return group is not None and group.scheme is not None and not self.skips(layer)
 
@@ -125,6 +135,8 @@ class SchemeKeys(Modifier, registered=False):
         return None if group is None or group.automatic or self.skips(layer) else group.scheme
 
     def rows(self, layer: Layer) -> int:
+        if not self._groups:
+            return super().rows(layer)
         args = self.weights_of(layer)
         if args.strategy == "block":
             return args.block_structure[0]
@@ -135,7 +147,9 @@ class SchemeKeys(Modifier, registered=False):
 
         `values` are the whole weights of all these layers. None where the scheme of `layer` has no such scale.
         """
-        return find_global_scale(values) if self.weights_of(layer).strategy == "tensor_group" else None
+        scheme = self.scheme_of(layer)
+        needed = scheme is not None and self.weights_of(layer).strategy == "tensor_group"
+        return find_global_scale(values) if needed else None
 
     def weights_of(self, layer: Layer) -> QuantizationArgs:
         """How the weights of the layer are stored. Raises ValueError where this modifier does not store it."""
@@ -151,6 +165,8 @@ class SchemeKeys(Modifier, registered=False):
 
     def share_global_scale(self, weights: Sequence[Weight]) -> None:
         """Give one global scale to all of `weights` that need one (NVFP4) and have none: layers that read one input."""
+        if not self._groups:
+            return
         lacking = [
             weight
             for weight in weights
@@ -231,6 +247,8 @@ class SchemeKeys(Modifier, registered=False):
 
     @functools.cached_property
     def _groups(self) -> tuple[Group, ...]:
+        if not self.scheme_needed and self.scheme is None and self.config_groups is None:
+            return ()
         if (self.scheme is None) == (self.config_groups is None):
             raise ModifierError("scheme", "give either scheme or config_groups. Write for example scheme: W4A16")
         if isinstance(self.scheme, str):

@@ -21,17 +21,16 @@ solved for again, exactly, and so on.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sparseautomodel.columns import round_columns
 from sparseautomodel.masks import prune_mask
-from sparseautomodel.modifiers.base import Layer, Modifier, ModifierError, Weight
+from sparseautomodel.modifiers.base import Layer, ModifierError, Weight
 from sparseautomodel.modifiers.scheme_keys import SchemeKeys
 from sparseautomodel.modifiers.sparsity_keys import SparsityKeys
 from sparseautomodel.scales import ErrorSearch, Grid
@@ -83,16 +82,11 @@ class SparseGPTModifier(SchemeKeys, SparsityKeys):
 
     needs_data: ClassVar[bool] = True
 
+    scheme_needed: ClassVar[bool] = False
     search: ClassVar[ErrorSearch] = ErrorSearch(maxshrink=0.4, grid=32.0, norm=2.0, maxgrow=0.07)
 
     def __post_init__(self, weight_observer: str | None) -> None:
         super().__post_init__(weight_observer)
-        if not self._groups and (self.group_size is not None or self.observer != "minmax" or self.skip_indivisible):
-            raise ModifierError(
-                "scheme",
-                "group_size, observer and skip_indivisible say how weights are rounded. Write scheme: W4A16, "
-                "or leave them out",
-            )
         if not isinstance(self.refine, bool):
             raise ModifierError("refine", f"got {self.refine!r}. Write true or false")
         if type(self.block_size) is not int or self.block_size < 1:
@@ -102,22 +96,8 @@ class SparseGPTModifier(SchemeKeys, SparsityKeys):
                 "dampening_frac", f"dampening_frac is a share from 0 to 1, got {self.dampening_frac!r}. Write 0.01"
             )
 
-    def patterns(self) -> tuple[str, ...]:
-        return super().patterns() or self.targets
-
-    def selects(self, layer: Layer) -> bool:
-        return super().selects(layer) if self._groups else Modifier.selects(self, layer)
-
     def rows(self, layer: Layer) -> int:
-        together = SparsityKeys.rows(self, layer)
-        return max(together, super().rows(layer)) if self._groups else together
-
-    def global_scale(self, layer: Layer, values: Sequence[Tensor]) -> Tensor | None:
-        return super().global_scale(layer, values) if self._groups else None
-
-    def share_global_scale(self, weights: Sequence[Weight]) -> None:
-        if self._groups:
-            super().share_global_scale(weights)
+        return max(SparsityKeys.rows(self, layer), super().rows(layer))
 
     def statistic(self, layer: Layer) -> Hessian:
         return Hessian(layer.shape[1], arithmetic="int8")
@@ -218,10 +198,6 @@ class SparseGPTModifier(SchemeKeys, SparsityKeys):
     def _added(self, hessian: Tensor) -> float:
         """What is added to the diagonal."""
         return max(self.dampening_frac * float(hessian.diagonal().mean()), torch.finfo(torch.float32).tiny)
-
-    @functools.cached_property
-    def _groups(self) -> tuple[Any, ...]:
-        return () if self.scheme is None and self.config_groups is None else super()._groups
 
     def _runs(self, weights: Sequence[Weight]) -> Iterator[list[tuple[int, slice]]]:
         """Rows that are solved at once: those of one layer, where its weights compete with each other."""
