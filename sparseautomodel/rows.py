@@ -202,6 +202,10 @@ def _split(batch: Mapping[str, Any]) -> Iterator[Row]:
 
 def _unmasked(row: Row) -> Row:
     for ids, mask in MASKS.items():
+        if ids in row and mask in row and row[mask].ndim == 2 and row[mask].shape != row[ids].shape:
+            raise ValueError(
+                f"{mask} has {row[mask].shape[1]} entries and {ids} has {row[ids].shape[1]}: give one a token, or none"
+            )
         if ids in row and mask in row and row[mask].shape == row[ids].shape:
             kept = row[mask][0].bool()
             mine = [name for name, value in row.items() if tokens_of(name, value, row) == ids and name != "labels"]

@@ -174,3 +174,8 @@ def test_batches_without_tokens_are_split_into_rows() -> None:
 def test_rows_that_cannot_be_read_are_named(data: Any, part: str, tiny_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=part):
         list(read_rows(data, tiny_tokenizer, 64))
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention_mask has 4 entries and input_ids has 5"):
+        list(read_rows([{"input_ids": [1, 2, 3, 4, 5], "attention_mask": [1, 1, 1, 1]}], None, 16))
