@@ -1,6 +1,7 @@
 """Compression with calibration data: the blocks of a model one after another, each read once, solved, stored and freed.
 
-What is in memory is what lies outside the blocks, the block at work, and the activations of the batches at one place.
+What is in memory is the block at work and the activations of the batches at one place; what lies outside the blocks
+waits in mapped files.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Solving(Callbacks):
         self._files.rest()
         self._started, self._ranges = time.perf_counter(), {}
         for name, _ in list(self.model.get_submodule(block).named_parameters(prefix=block)):
-            self._put(name, self._checkpoint[self._names[name]][...])
+            self._put(name, self._finite(name))
 
     def restore(self, block: str) -> bool:
         known = self._finished(block)
@@ -155,6 +155,7 @@ class Solving(Callbacks):
             if name.startswith(self._blocks):  # the values in hand are the only ones from here on
                 self._put(f"{name}.weight", torch.empty_like(self.model.get_parameter(f"{name}.weight"), device="meta"))
         by_type = {type(statistic): statistic for statistic in layers.statistics}
+        errors: list[LayerError] = []
         for modifier in self._modifiers:
             mine = [weights[plan.layer.name] for plan in plans if any(modifier is one for one in plan.modifiers)]
             if not mine:
@@ -165,18 +166,15 @@ class Solving(Callbacks):
                 for weight in mine:
                     modifier.apply(weight)
             else:
-                found = modifier.solve(mine, by_type[type(statistic)])
-                smoothed = layers.names[0] in self.smoother.smoothed
-                self.errors += [replace(error, tokens=layers.num_tokens, smoothed=smoothed) for error in found]
+                errors += modifier.solve(mine, by_type[type(statistic)])
             if any(modifier.input_range(weight.layer) is not None for weight in mine):
                 found = modifier.set_input_scales(mine, by_type[InputRange], self._ranges_of(layers))
-                said = {error.name for error in self.errors}
-                self.errors += [replace(error, tokens=0) for error in found if error.name not in said]
-        if layers.names[0] in self.smoother.smoothed:
-            said = {error.name for error in self.errors}
-            silent = [plan.layer.name for plan in plans if plan.layer.name not in said]
-            unknown = math.nan  # what rounds them has not measured it
-            self.errors += [LayerError(name, unknown, unknown, None, layers.num_tokens, True) for name in silent]
+                said = {error.name for error in errors}
+                errors += [error for error in found if error.name not in said]
+        smoothed = layers.names[0] in self.smoother.smoothed
+        if smoothed and not errors:  # what rounds them has not measured it
+            errors = [LayerError(name, math.nan, math.nan) for name in weights]
+        self.errors += [replace(error, tokens=layers.num_tokens, smoothed=smoothed) for error in errors]
         for name, plan in zip(layers.names, plans, strict=True):
             self._store(name, plan, weights[plan.layer.name])
             self.smoother.keep(name, weights[plan.layer.name])
@@ -258,12 +256,22 @@ class Solving(Callbacks):
         """Fill a parameter outside the blocks, from its tensor or from what it is tied to."""
         if name in self._names:
             if self.model.get_parameter(name).is_meta:
-                self._put(name, self._checkpoint[self._names[name]][...])
+                self._put(name, self._finite(name))
             return
         tied = self.model.all_tied_weights_keys.get(name)
         if tied is not None:
             self._read(tied)
             self._owner(name)._parameters[name.rpartition(".")[2]] = self.model.get_parameter(tied)
+
+    def _finite(self, name: str) -> Tensor:
+        """A parameter of the source, which is of no use when it has values that are not finite."""
+        value = self._checkpoint[self._names[name]][...]
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ValueError(
+                f"{self._names[name]} of the source has values that are not finite (nan or inf), and calibration would "
+                "spread them: give a source that is whole"
+            )
+        return value
 
     def _put(self, name: str, value: Tensor) -> None:
         place = value if value.is_meta else value.to(self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import tempfile
 import weakref
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 """glibc keeps freed tensors of up to 32 MB for itself, several hundred MB in all, until it is asked."""
 
 _SMALLEST = 1 << 16
@@ -59,7 +60,7 @@ class Spill:
 
     def trim(self) -> None:
         """Give back to the system what the allocator keeps of tensors that are gone."""
-        if hasattr(_LIBC, "malloc_trim"):
+        if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)
 
     def __len__(self) -> int:

@@ -159,3 +159,31 @@ def test_a_failure_says_where_finished_blocks_are(
     (scratch / "fingerprint.json").write_text('{"mod')  # damaged: nothing there can be trusted, so all starts anew
     oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out", resume=True)
     assert verify(tmp_path / "out").ok and not scratch.exists()
+
+
+def test_a_source_that_is_not_finite_is_named_before_it_is_calibrated(
+    tiny_llama: Path, rows: Any, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = math.nan
+    model.save_pretrained(tmp_path / "bad")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of the source .* not finite"):
+        oneshot(tmp_path / "bad", recipe(GPTQ), data=rows, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_lies_outside_the_blocks_waits_in_files(
+    tiny_llama: Path, rows: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    enter, held = Solving.enter, []
+
+    def look(self: Solving, block: str) -> None:
+        held.append(self._files.holds(self.model.get_input_embeddings().weight))
+        enter(self, block)
+
+    monkeypatch.setattr(Solving, "enter", look)
+    monkeypatch.setattr("sparseautomodel.spill._SMALLEST", 1)
+    oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out")
+    assert held == [True, True]
+    source, result = open_checkpoint(tiny_llama), open_checkpoint(tmp_path / "out")
+    assert torch.equal(source["model.embed_tokens.weight"][...], result["model.embed_tokens.weight"][...])

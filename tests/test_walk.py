@@ -258,3 +258,16 @@ def inputs_of_head(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
     with torch.no_grad():
         hidden = [model.model(**batch).last_hidden_state.flatten(0, 1).double().sum(0) for batch in batches]
     return torch.stack(hidden).sum(0)
+
+
+def test_freed_memory_goes_back_on_the_way(
+    tiny_llama: Path, batches: list[dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = []
+    monkeypatch.setattr(Spill, "trim", lambda self: times.append(1))
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    run(model, batches, room=Room(Spill(tmp_path, 0)))
+    assert not times  # too little has passed to be worth it
+    monkeypatch.setattr("sparseautomodel.walk._TRIM", 0)
+    run(model, batches, room=Room(Spill(tmp_path, 0)))
+    assert len(times) >= len(batches) * 8  # four sets in each of two blocks
