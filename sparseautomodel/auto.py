@@ -6,7 +6,6 @@ config -> meta model -> plan -> virtual checkpoint -> transformers loads it -> v
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import time
@@ -18,13 +17,21 @@ from typing import Any
 import torch
 import transformers
 from compressed_tensors.quantization import QuantizationScheme
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.integrations.accelerate import check_and_set_device_map
+from transformers import PreTrainedConfig
 
 from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
+from sparseautomodel.arguments import (
+    asked_dtype,
+    check_arguments,
+    check_device,
+    compression_device,
+    is_for_transformers_alone,
+    is_foreign,
+    read_config,
+)
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
-from sparseautomodel.layers import attention_modules, cache_scales, quantization_of
+from sparseautomodel.layers import attention_modules, cache_scales
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
@@ -33,8 +40,6 @@ from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
 from sparseautomodel.transform import decode, loaded_dtype
 from sparseautomodel.verify import VerificationError, check_loading, verify
-
-EXECUTIONS = ("auto", "compressed", "dense")
 
 
 class SparseAutoModel:
@@ -82,13 +87,13 @@ class SparseAutoModel:
         >>> model = SparseAutoModelForCausalLM.from_pretrained("model-folder", recipe="w4a16")  # doctest: +SKIP
         """
         started = time.perf_counter()
-        _check_arguments(execution, device_budget, recipe, kwargs)
+        check_arguments(execution, device_budget, recipe, kwargs)
         recipe = None if recipe is None else Recipe.load(recipe)
-        if _is_for_transformers_alone(name_or_path, recipe, kwargs):
+        if is_for_transformers_alone(name_or_path, recipe, kwargs):
             return cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
         with BUILDING:
-            config, kwargs = _config(name_or_path, kwargs)
-            if recipe is None and _is_foreign(config, kwargs):
+            config, kwargs = read_config(name_or_path, kwargs)
+            if recipe is None and is_foreign(config, kwargs):
                 return cls.auto_class.from_pretrained(  # type: ignore[attr-defined]
                     name_or_path, *model_args, config=config, **kwargs
                 )
@@ -137,11 +142,11 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """Hand transformers the checkpoint as the plan changes it, and let it load."""
     config = architecture.config
-    device = _compression_device(kwargs.get("device_map"))
-    _check_device(device)
+    device = compression_device(kwargs.get("device_map"))
+    check_device(device)
     tensors = planned_tensors(checkpoint, architecture, plan, device)
     options = {key: value for key, value in kwargs.items() if key not in _CONSUMED}
-    dtype = options["dtype"] = _dtype(kwargs, config, tensors)
+    dtype = options["dtype"] = asked_dtype(kwargs, config, tensors)
     if plan.unties and architecture.can_untie:
         _untie(config)
     scales = cache_scales(tensors, config)
@@ -250,61 +255,6 @@ def _untie(config: PreTrainedConfig) -> None:
         part.tie_word_embeddings = False
 
 
-def _config(name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config, and the arguments it did not take; those of the config class are applied to it."""
-    kwargs = dict(kwargs)
-    config = kwargs.pop("config", None)
-    if isinstance(config, PreTrainedConfig):
-        return copy.deepcopy(config), kwargs
-    named = (*HUB_KEYS, "trust_remote_code", "subfolder", "code_revision")
-    keep = ("dtype", "torch_dtype", "quantization_config", "output_loading_info", "device_map", "key_mapping")
-    kept = {key: kwargs.pop(key) for key in (*keep, *named) if key in kwargs}
-    names = {key: kept[key] for key in named if key in kept}
-    config, unused = AutoConfig.from_pretrained(
-        config if config is not None else name_or_path, return_unused_kwargs=True, **names, **kwargs
-    )
-    return config, unused | kept
-
-
-def _dtype(kwargs: dict[str, Any], config: PreTrainedConfig, tensors: Mapping[str, LazyTensor]) -> torch.dtype:
-    """The dtype asked for; "auto" (the default) is the config's, else that of the first floating tensor."""
-    asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    if isinstance(asked, dict):  # a dtype a sub-config: transformers takes the one for all
-        asked = asked.get("", torch.get_default_dtype())
-    if asked not in (None, "auto"):
-        asked = getattr(torch, asked, asked) if isinstance(asked, str) else asked
-        if not isinstance(asked, torch.dtype):
-            raise ValueError(f"dtype={asked!r} is no dtype of torch. Write 'auto', torch.bfloat16 or 'bfloat16'")
-        return asked
-    named = getattr(config, "dtype", None)
-    if isinstance(named, torch.dtype):
-        return named
-    wide = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return next((tensor.dtype for tensor in tensors.values() if tensor.dtype in wide), torch.float32)
-
-
-def _compression_device(device_map: Any) -> torch.device:
-    """Where modifiers run: where the weights go, so that a dense weight crosses once; else the accelerator there is."""
-    device_map = check_and_set_device_map(device_map)
-    if device_map is None:
-        return torch.device("cpu")
-    places = set(device_map.values()) if isinstance(device_map, dict) else set()
-    if len(places) == 1:
-        return torch.device(places.pop())
-    return _accelerator() or torch.device("cpu")
-
-
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
-def _check_device(device: torch.device) -> None:
-    accelerator = _accelerator()
-    if device.type not in ("cpu", "meta", accelerator.type if accelerator else "cpu"):
-        there = f"'cpu' or {accelerator.type!r}" if accelerator else "only 'cpu'"
-        raise ValueError(f"device_map places the model on {str(device)!r}, and this machine and torch have {there}")
-
-
 def _adjust_generation(model: Any, name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
     """The generation config, and `generate` of remote code, as transformers sets them for a model with a name."""
     names: dict[str, Any] = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False}
@@ -315,43 +265,6 @@ def _adjust_generation(model: Any, name_or_path: str | os.PathLike[str], kwargs:
         model.adjust_generation_fn(
             kwargs.get("generation_config"), True, None, name_or_path, **{k: kwargs.get(k, v) for k, v in names.items()}
         )
-
-
-def _check_arguments(execution: str, device_budget: int | str | None, recipe: Any, kwargs: dict[str, Any]) -> None:
-    if execution not in EXECUTIONS:
-        raise ValueError(f"execution={execution!r} is not one of {', '.join(map(repr, EXECUTIONS))}")
-    if device_budget is not None:
-        raise ValueError("device_budget is not available in this version; leave it out and pass device_map instead")
-    if recipe is not None and kwargs.get("quantization_config") is not None:
-        raise ValueError("recipe and quantization_config both say how to quantize: leave one of them out")
-
-
-def _is_for_transformers_alone(name_or_path: Any, recipe: Recipe | None, kwargs: dict[str, Any]) -> bool:
-    """Sources whose loading is another story (GGUF, adapters, a state dict in memory): transformers does all of it."""
-    reason = next((key for key in ("gguf_file", "state_dict") if kwargs.get(key) is not None), None)
-    if name_or_path is None:
-        reason = reason or "no checkpoint (name_or_path is None)"
-    elif os.path.isfile(os.path.join(name_or_path, "adapter_config.json")):
-        reason = reason or "an adapter"
-    if reason and recipe is not None:
-        raise ValueError(
-            f"a recipe cannot be applied to {reason} while it is loaded. Load it with transformers, save it with "
-            "save_pretrained, then: from_pretrained(saved_folder, recipe=...)"
-        )
-    device_map = kwargs.get("device_map")
-    if isinstance(device_map, dict) and "disk" in device_map.values():
-        raise ValueError(
-            "device_map places modules on 'disk', where weights stay files and cannot be compressed on the way. Write "
-            "the compressed checkpoint first: oneshot(path, recipe, output=folder), then load the folder with "
-            "transformers and this device_map"
-        )
-    return reason is not None
-
-
-def _is_foreign(config: PreTrainedConfig, kwargs: dict[str, Any]) -> bool:
-    """Whether another quantization method is at work, which transformers loads by itself."""
-    entry = getattr(config, "quantization_config", None)
-    return kwargs.get("quantization_config") is not None or (entry is not None and quantization_of(config) is None)
 
 
 def _report(problems: list[str], strict: bool, name_or_path: Any) -> None:

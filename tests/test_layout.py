@@ -25,7 +25,7 @@ ROWS = (
     ("solving",),
     ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
     ("plan",),
-    ("checks", "kv_cache"),
+    ("arguments", "checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),

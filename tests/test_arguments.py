@@ -29,7 +29,7 @@ from sparseautomodel import (
     SparseAutoModelForSequenceClassification,
     oneshot,
 )
-from sparseautomodel.auto import _compression_device
+from sparseautomodel.arguments import compression_device
 from sparseautomodel.checkpoint import CheckpointError
 from sparseautomodel.verify import VerificationError
 
@@ -134,19 +134,19 @@ def test_modifiers_run_where_the_weights_go(monkeypatch: pytest.MonkeyPatch) -> 
     """A9: a map with one place names it; else the accelerator that there is."""
     cpu, gpu, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
     there = {"auto": cpu, "balanced": cpu, "sequential": cpu, "cpu": cpu, "meta": torch.device("meta")}
-    assert {text: _compression_device(text) for text in there} == there and _compression_device(None) == cpu
-    assert _compression_device({"": "cpu"}) == _compression_device(cpu) == cpu
-    assert _compression_device({"": second}) == _compression_device({"a": "cuda:1", "b": "cuda:1"}) == second
-    assert _compression_device({"": gpu}) == _compression_device("cuda:0") == _compression_device("cuda") == gpu
+    assert {text: compression_device(text) for text in there} == there and compression_device(None) == cpu
+    assert compression_device({"": "cpu"}) == compression_device(cpu) == cpu
+    assert compression_device({"": second}) == compression_device({"a": "cuda:1", "b": "cuda:1"}) == second
+    assert compression_device({"": gpu}) == compression_device("cuda:0") == compression_device("cuda") == gpu
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert _compression_device("cuda") == second, "as transformers places it"
+    assert compression_device("cuda") == second, "as transformers places it"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)
     for device_map in ("auto", "balanced", {"a": "cpu", "b": 0}, {"a": 0, "b": 1}):
-        assert _compression_device(device_map) == gpu
-    assert _compression_device(None) == cpu, "without a map, transformers leaves the model on the CPU"
+        assert compression_device(device_map) == gpu
+    assert compression_device(None) == cpu, "without a map, transformers leaves the model on the CPU"
     with pytest.raises(ValueError, match="device_map"):
-        _compression_device("bogus")
+        compression_device("bogus")
 
 
 def test_key_mapping(tiny_llama: Path, tmp_path: Path) -> None:
