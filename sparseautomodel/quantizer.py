@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseautomodel.architecture import expert_merges, merges_experts
-from sparseautomodel.kernels.portable import (
+from sparseautomodel.compressed_layers import (
     CompressedEmbedding,
     CompressedExperts,
     CompressedLinear,

@@ -328,7 +328,7 @@ def test_a_report_says_what_was_read(tiny_llama: Path) -> None:
     assert {name: nbytes for name, (_, nbytes) in report.reads.items()} == {
         name: value.nbytes for name, value in source.items()
     }
-    assert report.layers_compressed == 14 and set(report.seconds) == {"plan", "load", "verify"}
+    assert report.layers_compressed == 14 and set(report.seconds) == {"plan", "load", "verify", "settle"}
     assert "21 tensors read once" in str(report) and json.dumps(report.to_dict())
 
 
