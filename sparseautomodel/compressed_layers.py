@@ -85,6 +85,12 @@ class CompressedLinear(nn.Linear):
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         return _weight(self, (self.out_features, self.in_features))
 
+    def __getattr__(self, name: str) -> Any:
+        """The stored tensors under their names, also while a kernel has them laid out otherwise."""
+        if name != "parts" and name in self.__dict__.get("parts", ()) and name not in self._parameters:
+            return self.stored()[name]
+        return super().__getattr__(name)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self._own_forward or self.kernel.rounds_inputs):
             input = _rounded(self, input, "input")
