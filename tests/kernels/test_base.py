@@ -33,8 +33,9 @@ def test_kernel_gives_the_dequantized_product(
         pytest.skip(kernel.refuses())
     stored = {part: module._parameters[part].detach() for part in module.parts}
     before = {part: value.clone() for part, value in stored.items()}
-    tensors = dict(module._parameters) | kernel.lay_out(stored)
-    assert all(part.startswith("weight") for part in tensors if part not in module._parameters)
+    laid_out = kernel.lay_out(stored)
+    assert all(part.startswith("weight") for part in laid_out)
+    tensors = {part: value for part, value in module._parameters.items() if part not in stored} | laid_out
     restored = kernel.restore({part: value.detach() for part, value in tensors.items() if value is not None})
     for part, value in before.items():
         assert restored[part].dtype == value.dtype and restored[part].shape == value.shape
