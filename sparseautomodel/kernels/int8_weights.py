@@ -70,7 +70,7 @@ class Int8Weights(Kernel):
     def few(self, tensors: Tensors, flat: Tensor) -> Tensor:
         if flat.dtype != torch.bfloat16 and flat.device.type == "cpu":  # for which torch goes a number at a time
             return self.many(tensors, flat, None)
-        weight, scale = tensors["weight"], tensors["weight_scale"].to(flat.dtype)
+        flat, weight, scale = flat.contiguous(), tensors["weight"], tensors["weight_scale"].to(flat.dtype)
         groups, rows, width = weight.shape
         if scale.ndim == 1:
             scale = scale.expand(1, rows).contiguous()
@@ -119,7 +119,7 @@ def _words(numbers: Tensor) -> Tensor:
 
 
 def _turned(grid: Tensor) -> Tensor:
-    return grid.t().contiguous() if grid.ndim == 2 else grid
+    return grid.t().clone(memory_format=torch.contiguous_format) if grid.ndim == 2 else grid
 
 
 def _zeros(grid: Tensor, rows: int) -> Tensor:

@@ -52,28 +52,29 @@ def random_layer(
     parts = storage.layout(scheme, shape, dtype)
     layer: Any = compressed(nn.Linear(columns, rows, bias=bias).to(dtype), scheme, parts, dtype)
     for name, (size, kind) in parts.items():
-        if name == "weight_shape":
-            value = torch.tensor(shape)
-        elif kind.is_floating_point:
-            value = (torch.rand(size) * 0.02 + 0.001).to(kind)
-        else:
-            value = torch.randint(torch.iinfo(kind).min, torch.iinfo(kind).max + 1, size, dtype=kind)
-        layer._parameters[name] = nn.Parameter(value, requires_grad=False)
+        layer._parameters[name] = nn.Parameter(random_tensor(name, shape, size, kind), requires_grad=False)
     layer.settle()
     return layer
+
+
+def random_tensor(name: str, shape: tuple[int, int], size: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+    if name == "weight_shape":
+        return torch.tensor(shape)
+    if kind.is_floating_point:
+        return (torch.rand(size) * 0.02 + 0.001).to(kind)
+    return torch.randint(torch.iinfo(kind).min, torch.iinfo(kind).max + 1, size, dtype=kind)
 
 
 def stored_copy(layer: CompressedLinear) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in layer.stored().items()}
 
 
-def integers(layer: CompressedLinear) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and zero points of the weight, int64, as compressed-tensors reads them, by way of a scale of one."""
+def integers(layer: CompressedLinear) -> torch.Tensor:
+    """The weight's numbers less its zero points, int64, as compressed-tensors reads them: with a scale of one."""
     state, scheme = stored_copy(layer), layer.quantization_scheme
     state["weight_scale"] = torch.ones_like(state["weight_scale"], dtype=torch.float32)
     compressor = BaseCompressor.get_value_from_registry(storage.format_of(scheme))
-    numbers = compressor.decompress(dict(state), scheme)["weight"]
-    return numbers.long(), state["weight_scale"]
+    return compressor.decompress(state, scheme)["weight"].long()
 
 
 def rounded(layer: CompressedLinear, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,8 +93,7 @@ def rounded(layer: CompressedLinear, flat: torch.Tensor) -> tuple[torch.Tensor, 
 def reference(layer: CompressedLinear, flat: torch.Tensor) -> torch.Tensor:
     """Sums of integers in 64 bits, then scaled and rounded once, in the order that is the kernel's."""
     codes, scale, zero_point = rounded(layer, flat)
-    weight, _ = integers(layer)
-    sums = (codes - zero_point) @ weight.t()
+    sums = (codes - zero_point) @ integers(layer).t()
     assert sums.abs().max() < 2**31
     by_row = layer.stored()["weight_scale"].view(-1).float()
     output = sums.to(torch.int32).float() * scale.float() * by_row
@@ -149,7 +149,8 @@ def test_no_token(inputs: str) -> None:
 def test_inputs_that_are_not_contiguous_or_of_another_shape() -> None:
     layer = random_layer(scheme_of(CHANNEL, DYNAMIC), (24, 48))
     strided, wide = torch.randn(6, 96, dtype=BF16)[::2, ::2], torch.randn(3, 48, 5, dtype=BF16).transpose(1, 2)
-    for input in (strided, wide, torch.randn(48, dtype=BF16), torch.randn(1, 48, dtype=BF16).expand(4, 48)):
+    turned, spread = torch.randn(48, 6, dtype=BF16).t(), torch.randn(1, 48, dtype=BF16).expand(4, 48)
+    for input in (strided, wide, turned, turned[:3], spread, torch.randn(48, dtype=BF16)):
         wanted = reference(layer, input.reshape(-1, 48)).view(*input.shape[:-1], 24)
         assert torch.equal(layer(input), wanted)
 
@@ -221,24 +222,20 @@ def test_packed_rows_that_end_inside_a_word_are_refused() -> None:
 @pytest.mark.parametrize("rows", [96, 31])
 @torch.no_grad()
 def test_what_is_saved_is_what_was_loaded(form: str, weights: str, rows: int) -> None:
-    torch.manual_seed(0)
     scheme = scheme_of(WEIGHTS[weights], INPUTS["dynamic-asymmetric"], form)
-    layer = random_layer(scheme, (rows, 48), bias=True)
+    parts = storage.layout(scheme, (rows, 48), BF16)
+    layer: Any = compressed(nn.Linear(48, rows).to(BF16), scheme, parts, BF16)
+    drawn = {name: random_tensor(name, (rows, 48), size, kind) for name, (size, kind) in parts.items()}
+    layer.load_state_dict(drawn, strict=False)
+    layer.settle()
     assert type(layer.kernel) is Int8
     saved = layer.state_dict()
-    assert set(saved) == {"bias", *storage.layout(scheme, (rows, 48), BF16)}
-    torch.manual_seed(0)
-    drawn = random_layer(scheme, (rows, 48), bias=True)
-    again = {name: drawn._parameters[name] if name in drawn._parameters else None for name in saved}
-    for name, value in saved.items():
-        assert value.is_contiguous()
-        if again[name] is not None and again[name].shape == value.shape:
-            assert torch.equal(again[name], value)
-    empty: Any = compressed(nn.Linear(48, rows).to(BF16), scheme, storage.layout(scheme, (rows, 48), BF16), BF16)
-    empty.load_state_dict(saved)
-    empty.settle()
+    assert set(saved) == {"bias", *parts}
+    for name, value in drawn.items():
+        assert saved[name].is_contiguous() and saved[name].dtype == value.dtype
+        assert torch.equal(saved[name], value), name
     flat = inputs_of(3, 48, BF16)
-    assert torch.equal(empty(flat), layer(flat)) and torch.equal(layer(flat), reference(layer, flat))
+    assert torch.equal(layer(flat), reference(layer, flat))
     assert torch.equal(layer.weight, decompressed(layer))
 
 
