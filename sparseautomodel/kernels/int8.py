@@ -6,7 +6,7 @@ up to the scales, which are applied in float32.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -92,8 +92,9 @@ class Int8(Kernel):
         output = flat.new_empty(len(flat), self.shape[0])
         for first in range(0, len(flat), TOKENS):
             some = slice(first, first + TOKENS)
-            own = [value[some] if value is not None and len(value) > 1 else value for value in (scale, zero_point)]
-            output[some] = self._run(tensors, flat[some], own[0], own[1], by_row, bias)
+            own_scale = scale[some] if len(scale) > 1 else scale
+            own_zero = zero_point[some] if zero_point is not None and len(zero_point) > 1 else zero_point
+            output[some] = self._run(tensors, flat[some], own_scale, own_zero, by_row, bias)
         return output
 
     def dequantize(self, tensors: Tensors, rows: slice | None = None) -> Tensor:
@@ -101,7 +102,13 @@ class Int8(Kernel):
         return storage.decode(tensors, unpacked, rows, dtype=self.dtype)
 
     def _run(
-        self, tensors: Tensors, flat: Tensor, scale: Tensor, zero_point: Tensor | None, by_row: Tensor, bias: Tensor | None
+        self,
+        tensors: Tensors,
+        flat: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        by_row: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         codes = _codes(flat, scale, zero_point, self.scheme.input_activations)
         sums = self._products(codes, tensors["weight"])
@@ -150,7 +157,7 @@ def _ranges(flat: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor | None
 
     Its way for symmetric ones is three times as many operations, which cost as much as a token's product.
     """
-    over = {"dim": -1, "keepdim": True} if args.strategy == "token" else {}
+    over: Any = {"dim": -1, "keepdim": True} if args.strategy == "token" else {}
     if flat.numel() == 0:
         return flat.new_ones(len(flat), 1), None if args.symmetric else flat.new_zeros(len(flat), 1)
     if not args.symmetric:

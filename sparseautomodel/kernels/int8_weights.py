@@ -35,7 +35,6 @@ class Int8Weights(Kernel):
         )
 
     def refuses(self) -> str | None:
-        rows, columns = self.shape
         width = self._width()
         if width % MULTIPLE:
             return f"torch._weight_int8pack_mm reads {MULTIPLE} columns at a time, and {width} is no multiple of that"
@@ -46,7 +45,7 @@ class Int8Weights(Kernel):
         return None
 
     def lay_out(self, stored: Tensors) -> dict[str, Tensor]:
-        """The codes as int8 in groups, scales `[groups, out_features]`, zero points as int8 with the padding they had."""
+        """The codes as int8 in groups, scales `[groups, out_features]`, zero points as int8 with their padding."""
         tensors = dict(stored)
         codes = _signed(tensors.pop("weight_packed")) if "weight_packed" in tensors else tensors["weight"]
         tensors["weight"] = codes.view(len(codes), -1, self._width()).transpose(0, 1).contiguous()

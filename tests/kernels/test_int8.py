@@ -187,7 +187,9 @@ def test_codes_are_those_of_compressed_tensors(values: list[float], dtype: torch
 
 @torch.no_grad()
 def test_largest_sums_do_not_leave_their_32_bits() -> None:
-    layer = random_layer(scheme_of(CHANNEL | {"symmetric": False}, INPUTS["static-asymmetric"]), (4, module.MOST_COLUMNS))
+    layer = random_layer(
+        scheme_of(CHANNEL | {"symmetric": False}, INPUTS["static-asymmetric"]), (4, module.MOST_COLUMNS)
+    )
     stored: Any = stored_copy(layer)
     stored["weight"].fill_(127)
     stored["weight_zero_point"].fill_(-128)
