@@ -140,7 +140,7 @@ class CompressedLinear(nn.Linear):
             del self._parameters[name]
         for name, tensor in weight.items():
             held = self._parameters.get(name)
-            if held is None or held.data_ptr() != tensor.data_ptr():
+            if held is None or held.data_ptr() != tensor.data_ptr() or held.shape != tensor.shape:
                 self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
