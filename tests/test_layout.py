@@ -30,8 +30,21 @@ ROWS = (
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers"),
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("columns",),
-    ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    ("columns", "half_tiles"),
+    (
+        "charts",
+        "crossover",
+        "half_tiles",
+        "masks",
+        "ranges",
+        "rows",
+        "scales",
+        "sets",
+        "smoothing",
+        "spill",
+        "statistics",
+        "threads",
+    ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
