@@ -16,6 +16,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import nn
 
 from sparseautomodel.crossover import crossover
+from sparseautomodel.float_inputs import can_round, round_floats
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.kernels import KERNELS, Kernel
 from sparseautomodel.kernels.portable import Portable
@@ -354,6 +355,9 @@ def _rounded(module: Any, values: Any, which: str) -> Any:
     args = getattr(module.quantization_scheme, f"{which}_activations")
     if args is None:
         return values
+    if can_round(args, values.dtype) and values.numel():
+        scales = (getattr(module, f"{which}_{kind}", None) for kind in ("scale", "global_scale"))
+        return round_floats(values.reshape(-1, values.shape[-1]), args, *scales).view(values.shape)
     # Three dimensions: compressed-tensors takes the scale of a 2-D input over all tokens together.
     flat = values.reshape(1, -1, values.shape[-1])
     return forward_quantize(module, flat, which, args).reshape(values.shape)

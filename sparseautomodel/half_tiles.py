@@ -87,8 +87,8 @@ def multiply_few(flat: Tensor, shape: tuple[int, int], fill: Fill, largest: floa
     return output.float().mul_(power / room)
 
 
-def multiply_many(flat: Tensor, shape: tuple[int, int], fill: Fill, dtype: torch.dtype) -> Tensor:
-    """`flat [tokens, columns]` times the weight of `shape` that `fill` writes as numbers of `dtype`: `[tokens, rows]`.
+def multiply_many(flat: Tensor, shape: tuple[int, int], fill: Fill) -> Tensor:
+    """`flat [tokens, columns]` times the weight of `shape` that `fill` writes as floats: `[tokens, rows]`.
 
     In bfloat16 where `flat` is of it, else in float32, as products of halves are slow on CPUs and overflow.
     """
@@ -97,8 +97,8 @@ def multiply_many(flat: Tensor, shape: tuple[int, int], fill: Fill, dtype: torch
     flat = flat.to(kind)
     output = torch.empty(len(flat), rows, dtype=kind, device=flat.device)
     step = max(1, min(rows, TILE_ELEMENTS // max(1, columns)))
-    tile = torch.empty(step, columns, dtype=dtype, device=flat.device)
-    cast = tile if kind == dtype else torch.empty_like(tile, dtype=kind)
+    tile = torch.empty(step, columns, dtype=torch.float32, device=flat.device)
+    cast = tile if kind == tile.dtype else torch.empty_like(tile, dtype=kind)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         run, numbers = tile[: part.stop - start], cast[: part.stop - start]

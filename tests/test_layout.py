@@ -30,7 +30,7 @@ ROWS = (
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers"),
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("columns", "half_tiles"),
+    ("columns", "float_inputs", "half_tiles"),
     (
         "charts",
         "crossover",

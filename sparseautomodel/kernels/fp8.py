@@ -67,7 +67,7 @@ class FP8Tiles(Kernel):
                 grid = self._scales(scale, rows).mul_(1 / E4M3_UNIT)
                 out.view(len(out), grid.shape[1], -1).mul_(grid.unsqueeze(-1))
 
-        output = multiply_many(flat, self.shape, fill, torch.float32)
+        output = multiply_many(flat, self.shape, fill)
         if on_output:
             output.mul_(scale.float().view(-1) / E4M3_UNIT)
         output = output.to(dtype)
