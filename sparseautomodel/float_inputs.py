@@ -6,6 +6,8 @@ float32 and taken away again leaves the digits that a small float has, half to e
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
@@ -48,6 +50,18 @@ def round_floats(
     step = step.clamp_(min=2.0**lowest).mul_(1.5 * 2 ** (23 - digits))
     wide.add_(step).sub_(step)
     return (wide.to(scale.dtype) * scale).view(values.shape).to(values.dtype)
+
+
+class StraightThrough(torch.autograd.Function):
+    """The second tensor with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _dynamic_scale(grouped: Tensor, args: QuantizationArgs, global_scale: Tensor | None) -> Tensor:

@@ -74,7 +74,7 @@ def multiply_few(flat: Tensor, shape: tuple[int, int], fill: Fill, largest: floa
     values = flat.float()
     power = values.abs().amax(1, keepdim=True).clamp_(min=2.0**-100).view(torch.int32)
     power = power.bitwise_and_(0x7F800000).view(torch.float32).mul_(2)
-    halves = values.mul_(room / power).half()
+    halves = (values * (room / power)).half()
     output = torch.empty(len(flat), rows, dtype=torch.float16, device=flat.device)
     step = max(1, min(rows, TILE_ELEMENTS // max(1, columns)))
     tile = torch.empty(step, columns, dtype=torch.float16, device=flat.device)

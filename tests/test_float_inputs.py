@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import nn
 
-from sparseautomodel.float_inputs import can_round, round_floats
+from sparseautomodel.float_inputs import StraightThrough, can_round, round_floats
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MX = {"strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
@@ -81,3 +81,12 @@ def test_what_it_does_not_know() -> None:
     assert not can_round(args_of("FP8 token"), torch.float64)
     with pytest.raises(ValueError, match="groups of 64 do not divide 96 features"):
         round_floats(torch.zeros(1, 96), args_of("FP8 group"))
+
+
+def test_the_gradient_goes_straight_through() -> None:
+    values = torch.randn(2, 64, requires_grad=True)
+    rounded = round_floats(values, args_of("FP8 token"))
+    output: torch.Tensor = StraightThrough.apply(values, rounded)
+    assert torch.equal(output, rounded)
+    (output * 3).sum().backward()
+    assert torch.equal(values.grad, torch.full((2, 64), 3.0))
