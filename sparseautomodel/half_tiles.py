@@ -97,15 +97,17 @@ def multiply_many(flat: Tensor, shape: tuple[int, int], fill: Fill) -> Tensor:
     flat = flat.to(kind)
     output = torch.empty(len(flat), rows, dtype=kind, device=flat.device)
     step = max(1, min(rows, TILE_ELEMENTS // max(1, columns)))
-    tile = torch.empty(step, columns, dtype=torch.float32, device=flat.device)
-    cast = tile if kind == tile.dtype else torch.empty_like(tile, dtype=kind)
+    filled = max(1, step // 2)  # floats take twice the room of the numbers that are multiplied
+    floats = torch.empty(filled, columns, dtype=torch.float32, device=flat.device)
+    tile = torch.empty(step, columns, dtype=kind, device=flat.device)
     for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        run, numbers = tile[: part.stop - start], cast[: part.stop - start]
-        fill(part, run)
-        if cast is not tile:
-            numbers.copy_(run)
-        output[:, part] = F.linear(flat, numbers)
+        stop = min(start + step, rows)
+        for first in range(start, stop, filled):
+            part = slice(first, min(first + filled, stop))
+            run = floats[: part.stop - first]
+            fill(part, run)
+            tile[first - start : part.stop - start].copy_(run)
+        output[:, start:stop] = F.linear(flat, tile[: stop - start])
     return output
 
 

@@ -1,7 +1,7 @@
 """Dense layers with two zeros in every four weights, run by the sparse tensor cores of NVIDIA GPUs on request.
 
-Such layers are plain Linears in a loaded model and stay so unless `run_sparse` is called: torch's semi-structured tensors
-do not take part in gradients and compilation as plain ones do.
+Such layers are plain Linears in a loaded model, and stay so unless `run_sparse` is called: torch calls its
+semi-structured tensors a prototype, and their weights get no gradient.
 """
 
 from __future__ import annotations
