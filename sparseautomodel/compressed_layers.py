@@ -16,6 +16,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import nn
 
 from sparseautomodel.crossover import crossover
+from sparseautomodel.float_inputs import StraightThrough, can_round, round_floats
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.kernels import KERNELS, Kernel
 from sparseautomodel.kernels.portable import Portable
@@ -360,9 +361,14 @@ def _rounded(module: Any, values: Any, which: str) -> Any:
     args = getattr(module.quantization_scheme, f"{which}_activations")
     if args is None:
         return values
-    # Three dimensions: compressed-tensors takes the scale of a 2-D input over all tokens together.
-    flat = values.reshape(1, -1, values.shape[-1])
-    return forward_quantize(module, flat, which, args).reshape(values.shape)
+    flat = values.detach().reshape(-1, values.shape[-1])
+    if can_round(args, values.dtype) and values.numel():
+        found = (getattr(module, f"{which}_{kind}", None) for kind in ("scale", "global_scale"))
+        rounded = round_floats(flat, args, *found).view(values.shape)
+    else:
+        # Three dimensions: compressed-tensors takes the scale of a 2-D input over all tokens together.
+        rounded = forward_quantize(module, flat.unsqueeze(0), which, args).reshape(values.shape)
+    return StraightThrough.apply(values, rounded) if values.requires_grad and torch.is_grad_enabled() else rounded
 
 
 def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

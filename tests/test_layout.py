@@ -27,10 +27,10 @@ ROWS = (
     ("plan",),
     ("arguments", "checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
-    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers"),
+    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers", "sparse24"),
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("columns",),
+    ("columns", "float_inputs", "half_tiles"),
     ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}

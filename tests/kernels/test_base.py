@@ -10,7 +10,7 @@ from sparseautomodel.kernels import KERNELS, Kernel
 from tests.test_compressed_layers import LARGE_GROUPS, SCHEMES, compress, linear, reference_weight, scheme_of
 
 BF16 = torch.bfloat16
-NAMES = [*SCHEMES, *LARGE_GROUPS, "W8A8", "FP8", "FP8_DYNAMIC"]
+NAMES = [*SCHEMES, *LARGE_GROUPS, "W8A8", "FP8", "FP8_DYNAMIC", "MXFP8A16", "MXFP6A16"]
 SIZES = [(64, 128), (128, 64), (48, 31), (576, 192)]
 
 
