@@ -36,6 +36,7 @@ from sparseautomodel.layers import attention_modules, cache_scales
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
+from sparseautomodel.quantized_cache import nbytes_a_token, quantize_cache
 from sparseautomodel.quantizer import CompressedConfig, StoredLayer
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
@@ -133,7 +134,8 @@ class SparseAutoModel:
         seconds = {"plan": planned - started, "load": loaded - planned, "verify": verified - loaded}
         seconds["settle"] = time.perf_counter() - verified
         info_of_load = info | {"missing_keys": initialized}
-        model.load_report = LoadReport.of(checkpoint, plan, info_of_load, seconds, restored, kernels_of(model))
+        report = LoadReport.of(checkpoint, plan, info_of_load, seconds, restored, kernels_of(model))
+        model.load_report = replace(report, cache=nbytes_a_token(model))
         return (model, info) if kwargs.get("output_loading_info") else model
 
 
@@ -174,7 +176,7 @@ def _load(
     }
     stored = {name: scheme for name, scheme in plan.schemes.items() if name not in dense}
     tensors = decode(tensors, dense, layers) if dense else tensors
-    if stored:
+    if stored or cache is not None:
         written, modules = write_config(stored, plan.all_layers, cache), _stored_layers(tensors, layers, stored)
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
         options["quantization_config"] = CompressedConfig(written, modules, held)
@@ -182,6 +184,10 @@ def _load(
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
+    if cache is not None:
+        names = attention_modules(architecture.skeleton, plan.all_layers).values()
+        for text in quantize_cache(model, cache, [name for name, _ in names]):
+            warnings.warn(text, stacklevel=3)
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
         _untie(model.config)  # the files hold two different tensors, and they win

@@ -57,7 +57,7 @@ def write_config(
     config = {
         "quant_method": QUANT_METHOD,
         "quantization_status": "compressed",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense",
         "config_groups": config_groups,
         "ignore": _patterns(dense, [layer for layer in layers if layer.name in schemes]),
     }

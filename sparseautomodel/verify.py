@@ -206,7 +206,8 @@ def _verify_files(path: str | os.PathLike[str], against: str | os.PathLike[str] 
     scales = cache_scales(checkpoint, architecture.config)
     weights = {name: tensor for name, tensor in checkpoint.items() if name not in scales}
     problems += check_names(weights, architecture, stored.schemes)
-    if (quantization_of(architecture.config) or {}).get("kv_cache_scheme"):
+    cache = (quantization_of(architecture.config) or {}).get("kv_cache_scheme")
+    if cache and not cache.get("dynamic"):
         problems += check_cache(scales, attention_modules(architecture.skeleton, stored.layers))
         found = [checkpoint[name][...].float() for name in scales if name.endswith("_scale")]
         if found and all(bool((scale == 1).all()) for scale in found):
