@@ -229,8 +229,8 @@ class _Codec:
     """`[1]`, or `[heads, 1, 1]`; None where it is found on the way."""
     zero_point: Tensor | None
 
-    @torch.no_grad()
     def encode(self, values: Tensor) -> Tensor:
+        values = values.detach()
         scale = self._found(values) if self.scale is None else self.scale
         scaled = values / scale
         if self.zero_point is not None:
@@ -244,7 +244,6 @@ class _Codec:
         scales = scale.expand(*values.shape[:-1], 1).contiguous()
         return torch.cat([codes, scales.view(torch.uint8)], dim=-1)
 
-    @torch.no_grad()
     def decode(self, held: Tensor, dtype: torch.dtype) -> Tensor:
         scale, codes = self.scale, held
         if scale is None:

@@ -20,13 +20,11 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, QuantizedCache
 
-from sparseautomodel import SparseAutoModelForCausalLM, verify
+from sparseautomodel import SparseAutoModelForCausalLM, oneshot, verify
 from sparseautomodel.quantized_cache import ByteLayer, nbytes_a_token
 from sparseautomodel.report import perplexity
 from tests.test_compressed_layers import pickled
-from tests.test_kv_cache import FP8, IDS, INT8, compressed
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*fake quantized")
+from tests.test_kv_cache import FP8, IDS, INT8, compressed, recipe
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": FP8,
@@ -242,9 +240,11 @@ def test_copies_pickles_casts_and_saved_ones_keep_bytes(folder: Callable[..., Pa
     others = [SparseAutoModelForCausalLM.from_pretrained(tmp_path), copy.deepcopy(model), pickled(model)]
     for other in others:
         assert torch.equal(other(IDS).logits, wanted) and isinstance(caches(other)[0], ByteLayer)
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(IDS).logits, wanted)
-    assert isinstance(caches(others[1].to(torch.float32))[0], ByteLayer) and others[1](IDS).logits.dtype == torch.float32
+    assert (
+        isinstance(caches(others[1].to(torch.float32))[0], ByteLayer) and others[1](IDS).logits.dtype == torch.float32
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert isinstance(caches(others[1])[0], ByteLayer)
 
@@ -308,17 +308,17 @@ def test_a_checkpoint_that_has_nothing_else_compressed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", [FP8, INT8], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("scheme", "limit"), [(FP8, 0.01), (INT8, 0.02)], ids=["fp8", "int8"])
 def test_perplexity_of_a_real_model(
-    scheme: dict[str, Any], smollm2: Path, smollm2_tokenizer: Any, tmp_path: Path
+    scheme: dict[str, Any], limit: float, smollm2: Path, smollm2_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """SmolLM2-135M: within 1 % of the unquantized cache."""
-    compressed(smollm2, tmp_path, scheme)
-    model = SparseAutoModelForCausalLM.from_pretrained(tmp_path)
-    text = Path(__file__).read_text(encoding="utf-8") + (Path(__file__).parents[1] / "README.md").read_text(
-        encoding="utf-8"
-    )
+    """SmolLM2-135M against its unquantized cache."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [smollm2_tokenizer(text[at : at + 2000], return_tensors="pt")["input_ids"] for at in range(0, 8000, 2000)]
+    oneshot(smollm2, recipe(scheme), data=[{"input_ids": row} for row in rows], output=tmp_path / "out")
+    model = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    text = Path(__file__).read_text(encoding="utf-8")
     found, exact = (perplexity(one, smollm2_tokenizer, text, max_tokens=4096).value for one in (model, plain(model)))
-    assert found != exact and abs(found / exact - 1) < 0.01, f"{found:.3f} with 8 bits, {exact:.3f} without"
+    assert found != exact and abs(found / exact - 1) < limit, f"{found:.3f} with 8 bits, {exact:.3f} without"
     before, after = model.load_report.cache
     assert (before, after) == (30 * 2 * 3 * 64 * 2, 30 * 2 * 3 * 64)
