@@ -103,6 +103,8 @@ class CompressedLinear(nn.Linear):
         for kind in KERNELS:
             if kind.covers(self.quantization_scheme) and not (self._own_forward and kind.rounds_inputs):
                 reason = self._run_by(kind).refuses()
+                if self.quantization_scheme.weights.actorder == "group" and kind is not Portable:
+                    reason = "groups in the order of activations (weight_g_idx)"
                 if reason is None:
                     break
                 passed_over.append(f"{kind.name}: {reason}")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.transform import TransformBase
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import (
@@ -211,10 +212,13 @@ class _RoundingCache(Cache):
 
 def _codec(args: QuantizationArgs, module: nn.Module, part: str) -> _Codec:
     scale, zero_point = getattr(module, f"{part}_scale", None), getattr(module, f"{part}_zero_point", None)
+    rotations = (one for one in module.children() if isinstance(one, TransformBase) and one.args.location == "k_cache")
+    rotation = next(rotations, None) if part == "k" else None
     if args.dynamic:
-        return _Codec(args, None, None)
+        return _Codec(args, None, None, rotation)
     assert scale is not None
-    return _Codec(args, scale.detach(), None if zero_point is None or args.symmetric else zero_point.detach())
+    zero_point = None if zero_point is None or args.symmetric else zero_point.detach()
+    return _Codec(args, scale.detach(), zero_point, rotation)
 
 
 @dataclass(frozen=True)
@@ -228,9 +232,11 @@ class _Codec:
     scale: Tensor | None
     """`[1]`, or `[heads, 1, 1]`; None where it is found on the way."""
     zero_point: Tensor | None
+    rotation: Any
+    """Of keys, where the checkpoint has one: they are rounded in its directions, and turned back after."""
 
     def encode(self, values: Tensor) -> Tensor:
-        values = values.detach()
+        values = values.detach() if self.rotation is None else self.rotation(values.detach())
         scale = self._found(values) if self.scale is None else self.scale
         scaled = values / scale
         if self.zero_point is not None:
@@ -252,7 +258,8 @@ class _Codec:
         numbers = codes.view(torch.float8_e4m3fn if self.args.type == "float" else torch.int8).to(scale.dtype)
         if self.zero_point is not None:
             numbers -= self.zero_point.to(scale.dtype)
-        return (numbers * scale).to(dtype)
+        values = (numbers * scale).to(dtype)
+        return values if self.rotation is None else self.rotation.right_inverse(values)
 
     def _found(self, values: Tensor) -> Tensor:
         """The scale of each token and head, or of all together, `[..., 1]`."""

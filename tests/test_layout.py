@@ -28,7 +28,7 @@ ROWS = (
     ("arguments", "checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers"),
-    ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels", "quantized_cache"),
+    ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels", "quantized_cache", "rotations"),
     ("modifiers", "formats"),
     ("columns",),
     ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
