@@ -99,11 +99,13 @@ class CompressedLinear(nn.Linear):
     def settle(self) -> None:
         """Have the fastest kernel there is, and its layout. For the compressed layers of a model: `settle(model)`."""
         self._unsettle()
+        scheme: QuantizationScheme = self.quantization_scheme
+        is_ordered = scheme.weights is not None and scheme.weights.actorder == "group"
         passed_over = []
         for kind in KERNELS:
-            if kind.covers(self.quantization_scheme) and not (self._own_forward and kind.rounds_inputs):
+            if kind.covers(scheme) and not (self._own_forward and kind.rounds_inputs):
                 reason = self._run_by(kind).refuses()
-                if self.quantization_scheme.weights.actorder == "group" and kind is not Portable:
+                if is_ordered and kind is not Portable:
                     reason = "groups in the order of activations (weight_g_idx)"
                 if reason is None:
                     break
