@@ -17,7 +17,7 @@ from torch import nn
 
 from sparseautomodel.crossover import crossover
 from sparseautomodel.formats import compressed_tensors as storage
-from sparseautomodel.kernels import KERNELS, Kernel
+from sparseautomodel.kernels import Kernel, choose
 from sparseautomodel.kernels.portable import Portable
 
 Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -99,18 +99,9 @@ class CompressedLinear(nn.Linear):
     def settle(self) -> None:
         """Have the fastest kernel there is, and its layout. For the compressed layers of a model: `settle(model)`."""
         self._unsettle()
-        scheme: QuantizationScheme = self.quantization_scheme
-        is_ordered = scheme.weights is not None and scheme.weights.actorder == "group"
-        passed_over = []
-        for kind in KERNELS:
-            if kind.covers(scheme) and not (self._own_forward and kind.rounds_inputs):
-                reason = self._run_by(kind).refuses()
-                if is_ordered and kind is not Portable:
-                    reason = "groups in the order of activations (weight_g_idx)"
-                if reason is None:
-                    break
-                passed_over.append(f"{kind.name}: {reason}")
-        self._settled, self._most, self.passed_over = True, None, tuple(passed_over)
+        old = self.kernel
+        self.kernel, self.passed_over = choose(old.scheme, old.shape, old.dtype, old.device, self._own_forward)
+        self._settled, self._most = True, None
         stored: Any = self._parameters
         self._hold(self.kernel.lay_out({name: stored[name].detach() for name in self.parts}))
 
@@ -196,6 +187,18 @@ class _Multiplication(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_bias = gradient.sum(0).to(ctx.module.bias.dtype)
         return to_input, to_bias, None
+
+
+class _Rounding(torch.autograd.Function):
+    """Activations rounded, with the gradient as if they had not been."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, module: Any, which: str) -> torch.Tensor:
+        return _rounded(module, values.detach(), which)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
 
 
 def _multiplied(module: CompressedLinear, flat: torch.Tensor) -> torch.Tensor:
@@ -358,6 +361,8 @@ def _rounded(module: Any, values: Any, which: str) -> Any:
     args = getattr(module.quantization_scheme, f"{which}_activations")
     if args is None:
         return values
+    if torch.is_grad_enabled() and values.requires_grad:
+        return _Rounding.apply(values, module, which)
     # Three dimensions: compressed-tensors takes the scale of a 2-D input over all tokens together.
     flat = values.reshape(1, -1, values.shape[-1])
     return forward_quantize(module, flat, which, args).reshape(values.shape)

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "sparseautomodel"
 ROWS = (
     ("__init__", "__main__"),
     ("console",),
+    ("execution",),
     ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
     ("calibrated",),
     ("solving",),
