@@ -190,9 +190,7 @@ def inspect_(
         bool, typer.Option("--values/--no-values", help="Read the values and count zeros, or read headers only.")
     ] = True,
     layers: Annotated[bool, typer.Option("--layers", help="One line a layer, not one for all that are alike.")] = False,
-    execution: Annotated[
-        bool, typer.Option("--execution", help="What each layer would run on; reads no values.")
-    ] = False,
+    execution: Annotated[bool, typer.Option("--execution", help="Say what each layer would run on.")] = False,
     device: Device = None,
     subfolder: Subfolder = None,
     revision: Revision = None,

@@ -54,7 +54,7 @@ class Execution:
             (layer.name if each else kind_of(layer.name), layer.shape, layer.scheme, layer.kernel, layer.why)
             for layer in self.layers
         )
-        cells = [
+        cells: list[tuple[str, ...]] = [
             (name, str(count), f"{shape[0]} x {shape[1]}", scheme, kernel, why)
             for (name, shape, scheme, kernel, why), count in rows.items()
         ]

@@ -30,10 +30,13 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
 )
+from typer.testing import CliRunner
 
 import sparseautomodel
 from sparseautomodel import oneshot
+from sparseautomodel.__main__ import app
 from sparseautomodel.compressed_layers import CompressedLinear
+from sparseautomodel.execution import DENSE, execution_of
 from sparseautomodel.formats import compressed_tensors as storage
 from tests.conftest import SIZES
 
@@ -269,3 +272,20 @@ def test_what_is_saved_is_what_was_loaded(scheme: str, compressed: Callable[[str
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype and after[name].shape == tensor.shape, name
             assert torch.equal(after[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_would_run_is_what_runs(family: str, compressed: Callable[[str, str], Path]) -> None:
+    """From headers alone, by the names in the files; those of the model differ for experts."""
+    folder = compressed(family, "W4A16")
+    found = execution_of(folder)
+    kernels = load(folder, "auto").load_report.kernels
+    said = sorted((row.kernel, row.why) for row in found.layers if row.kernel != DENSE)
+    assert said and said == sorted(kernels.values())
+    assert f"{len(said)} of {len(found.layers)} layers stay compressed" in found.heading()
+    assert json.loads(json.dumps(found.to_dict()))["layers"][0]["name"] == found.layers[0].name
+    headers, rows = found.table()
+    assert len(rows) <= len(found.table(each=True)[1]) == len(found.layers) and len(headers) == len(rows[0])
+    result = CliRunner().invoke(app, ["inspect", "--execution", "--json", str(folder)])
+    assert result.exit_code == 0 and json.loads(result.stdout) == json.loads(json.dumps(found.to_dict()))
+    assert "runs on" in CliRunner().invoke(app, ["inspect", "--execution", str(folder)]).stdout
