@@ -53,6 +53,8 @@ setup(
             "gguf",
             "hypothesis",
             "mypy",
+            # The first release that knows transformers 5.24's names is the one tested.
+            "peft>=0.21,<0.22",
             "pytest",
             "pytest-timeout",
             "ruff",

@@ -33,7 +33,9 @@ from sparseautomodel.console import (
     print_json,
     print_plan,
     print_result,
+    print_rows,
     print_table,
+    read_text,
     shipped,
     summary,
     working,
@@ -188,6 +190,8 @@ def inspect_(
         bool, typer.Option("--values/--no-values", help="Read the values and count zeros, or read headers only.")
     ] = True,
     layers: Annotated[bool, typer.Option("--layers", help="One line a layer, not one for all that are alike.")] = False,
+    execution: Annotated[bool, typer.Option("--execution", help="Say what each layer would run on.")] = False,
+    device: Device = None,
     subfolder: Subfolder = None,
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -200,15 +204,15 @@ def inspect_(
     """
     with working(as_json, traceback):
         hub = checked_source(path, subfolder, revision)
+        from sparseautomodel.execution import execution_of
         from sparseautomodel.inspection import inspect
 
-        found = inspect(path, values=values, trust_remote_code=trust_remote_code, **hub)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        typer.echo(found.heading())
-        print_table(*found.table(layers))
-        typer.echo("\n".join(found.notes()))
+        found: Any
+        if execution:
+            found = execution_of(path, device=device, trust_remote_code=trust_remote_code, **hub)
+        else:
+            found = inspect(path, values=values, trust_remote_code=trust_remote_code, **hub)
+    print_rows(found, layers, as_json)
 
 
 @app.command()
@@ -290,10 +294,7 @@ def eval_(
     if stride is not None and stride > window:
         raise typer.BadParameter(f"{stride} is more than the window, {window}", param_hint="--stride")
     with working(as_json, traceback):
-        try:
-            content = text.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{text} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        content = read_text(text)
         hub = checked_source(path, subfolder, revision) | {"trust_remote_code": trust_remote_code}
         tokenizer = load_tokenizer(path, hub)
         model = load_model(path, recipe, execution, device, requantize, hub)

@@ -32,13 +32,15 @@ from sparseautomodel.arguments import (
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.compressed_layers import kernels_of, settle
-from sparseautomodel.layers import attention_modules, cache_scales
+from sparseautomodel.layers import attention_modules, cache_scales, quantization_of
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
+from sparseautomodel.quantized_cache import nbytes_a_token, quantize_cache
 from sparseautomodel.quantizer import CompressedConfig, StoredLayer
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
+from sparseautomodel.rotations import fold, rotate, rotation_tensors, rotations_of
 from sparseautomodel.transform import decode, loaded_dtype
 from sparseautomodel.verify import VerificationError, check_loading, verify
 
@@ -133,7 +135,8 @@ class SparseAutoModel:
         seconds = {"plan": planned - started, "load": loaded - planned, "verify": verified - loaded}
         seconds["settle"] = time.perf_counter() - verified
         info_of_load = info | {"missing_keys": initialized}
-        model.load_report = LoadReport.of(checkpoint, plan, info_of_load, seconds, restored, kernels_of(model))
+        report = LoadReport.of(checkpoint, plan, info_of_load, seconds, restored, kernels_of(model))
+        model.load_report = replace(report, cache=nbytes_a_token(model))
         return (model, info) if kwargs.get("output_loading_info") else model
 
 
@@ -159,6 +162,8 @@ def _load(
     cache = plan.cache if not plan.layers and execution != "dense" else None
     if cache is None:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    rotations = rotations_of(quantization_of(config))
+    matrices = {name: tensors.pop(name) for name in rotation_tensors(tensors, rotations)}
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     layers = [
@@ -174,14 +179,23 @@ def _load(
     }
     stored = {name: scheme for name, scheme in plan.schemes.items() if name not in dense}
     tensors = decode(tensors, dense, layers) if dense else tensors
-    if stored:
+    online = rotations is not None and execution != "dense"
+    if stored or cache is not None or online:
         written, modules = write_config(stored, plan.all_layers, cache), _stored_layers(tensors, layers, stored)
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
+        written |= {"transform_config": rotations.model_dump(mode="json")} if rotations is not None and online else {}
         options["quantization_config"] = CompressedConfig(written, modules, held)
     model_class: Any = architecture.model_class
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
+    if rotations is not None:
+        values = {name: tensor[...] for name, tensor in matrices.items()}
+        (rotate if online else fold)(model, rotations, values)
+    if cache is not None:
+        names = attention_modules(architecture.skeleton, plan.all_layers).values()
+        for text in quantize_cache(model, cache, [name for name, _ in names]):
+            warnings.warn(text, stacklevel=3)
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
         _untie(model.config)  # the files hold two different tensors, and they win

@@ -182,6 +182,11 @@ def misfits(plans: Sequence[LayerPlan], found: Sequence[str]) -> list[str]:
 def other_method(config: Any) -> list[str]:
     """What another quantization method has stored cannot be changed here."""
     entry = getattr(config, "quantization_config", None)
+    if (quantization_of(config) or {}).get("transform_config"):
+        return [
+            "the checkpoint is rotated (transform_config), and a recipe would change weights without the rotations. "
+            'Load it with execution="dense", save that with save_pretrained, and compress what was saved'
+        ]
     if entry is None or quantization_of(config) is not None:
         return []
     method = entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)

@@ -18,7 +18,7 @@ from torch import nn
 from sparseautomodel.crossover import crossover
 from sparseautomodel.float_inputs import StraightThrough, can_round, round_floats
 from sparseautomodel.formats import compressed_tensors as storage
-from sparseautomodel.kernels import KERNELS, Kernel
+from sparseautomodel.kernels import Kernel, choose
 from sparseautomodel.kernels.portable import Portable
 
 Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -106,14 +106,9 @@ class CompressedLinear(nn.Linear):
     def settle(self) -> None:
         """Have the fastest kernel there is, and its layout. For the compressed layers of a model: `settle(model)`."""
         self._unsettle()
-        passed_over = []
-        for kind in KERNELS:
-            if kind.covers(self.quantization_scheme) and not (self._own_forward and kind.rounds_inputs):
-                reason = self._run_by(kind).refuses()
-                if reason is None:
-                    break
-                passed_over.append(f"{kind.name}: {reason}")
-        self._settled, self._most, self.passed_over = True, None, tuple(passed_over)
+        old = self.kernel
+        self.kernel, self.passed_over = choose(old.scheme, old.shape, old.dtype, old.device, self._own_forward)
+        self._settled, self._most = True, None
         stored: Any = self._parameters
         self._hold(self.kernel.lay_out({name: stored[name].detach() for name in self.parts}))
 

@@ -186,6 +186,24 @@ def print_result(result: Result, as_json: bool) -> None:
         typer.echo(str(result))
 
 
+def print_rows(found: Any, each: bool, as_json: bool) -> None:
+    """A heading, a table with a row for all layers that are alike or for `each`, and notes where there are any."""
+    if as_json:
+        print_json(found.to_dict())
+        return
+    typer.echo(found.heading())
+    print_table(*found.table(each))
+    if hasattr(found, "notes"):
+        typer.echo("\n".join(found.notes()))
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
 def print_json(document: Any) -> None:
     """One JSON document, RFC 8259: no NaN, no infinity."""
     typer.echo(json.dumps(document, indent=2, allow_nan=False))

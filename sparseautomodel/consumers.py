@@ -52,6 +52,12 @@ def _is_packed_int(scheme: QuantizationScheme) -> bool:
 LIMITS = (
     Limit(
         TRANSFORMERS,
+        "groups in the order of activations (actorder: group): compressed-tensors refuses the config (our loader reads "
+        "them)",
+        lambda scheme, layer: scheme.weights.actorder == "group",
+    ),
+    Limit(
+        TRANSFORMERS,
         "asymmetric packed integers: it expects unpacked zero points and finds packed ones (our loader reads them)",
         lambda scheme, layer: _is_packed_int(scheme) and not scheme.weights.symmetric,
     ),

@@ -13,7 +13,7 @@ from torch import nn
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.checkpoint import LazyTensor
 from sparseautomodel.modifiers import Layer
-from sparseautomodel.quantization_config import CACHE_SCALES, QUANT_METHOD, read_schemes
+from sparseautomodel.quantization_config import CACHE_SCALES, QUANT_METHOD, read_schemes, with_order
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,12 @@ def stored_layers(checkpoint: Mapping[str, LazyTensor], architecture: Architectu
         return StoredLayers(tuple(layers), {}, rest)
     compressed = _compressed_layers(checkpoint, architecture)
     schemes = read_schemes(dict(config) | {"ignore": []}, compressed)
+    schemes |= {name: with_order(one) for name, one in schemes.items() if f"{name}.weight_g_idx" in checkpoint}
     problems = [
         f"{layer.name} has packed or scaled tensors, but no group of quantization_config matches it"
         for layer in compressed
         if layer.name not in schemes
     ]
-    ordered = [name for name in checkpoint if name.endswith(".weight_g_idx")]
-    if ordered:
-        problems.append(
-            f"{ordered[0]} and {len(ordered) - 1} more: groups in the order of activations (actorder: group) are a "
-            "layout that compressed-tensors 0.20 does not read either. Compress the model anew with actorder: static"
-        )
     owned = {layer.name for layer in compressed}
     rest = sum(
         math.prod(tensor.shape)

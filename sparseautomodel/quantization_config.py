@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_args import ActivationOrdering
 from pydantic import ValidationError
 
 from sparseautomodel.formats import compressed_tensors as storage
@@ -57,7 +58,7 @@ def write_config(
     config = {
         "quant_method": QUANT_METHOD,
         "quantization_status": "compressed",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense",
         "config_groups": config_groups,
         "ignore": _patterns(dense, [layer for layer in layers if layer.name in schemes]),
     }
@@ -77,7 +78,7 @@ def read_schemes(config: Mapping[str, Any], layers: Iterable[Layer]) -> dict[str
         ValueError: the stock parser does not accept the config; its reason is quoted.
     """
     try:
-        parsed = QuantizationConfig.model_validate(dict(config))
+        parsed = _parsed(config)
     except (ValidationError, KeyError, ValueError) as error:
         raise ValueError(f"quantization_config is not one that compressed-tensors accepts: {error}") from error
     schemes = {}
@@ -90,9 +91,33 @@ def read_schemes(config: Mapping[str, Any], layers: Iterable[Layer]) -> dict[str
     return schemes
 
 
+def with_order(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme of a layer whose groups are in the order of activations: `weight_g_idx` has the group of each column.
+
+    compressed-tensors 0.20 does not take it from a config any more, and so it is put in beside its parser.
+    """
+    weights = scheme.weights.model_copy(update={"actorder": ActivationOrdering.GROUP})
+    return scheme.model_copy(update={"weights": weights})
+
+
 def same_storage(one: QuantizationScheme, other: QuantizationScheme) -> bool:
     """Whether two schemes store and run a layer alike, whatever their targets and observers."""
     return _key(one) == _key(other)
+
+
+def _parsed(config: Mapping[str, Any]) -> QuantizationConfig:
+    """What compressed-tensors makes of `config`, and of what it has no word for: rotations alone, ordered groups."""
+    given = ({"config_groups": {}} if config.get("transform_config") else {}) | dict(config)
+    groups, ordered = dict(given.get("config_groups") or {}), []
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and str(weights.get("actorder")).lower() in ("group", "dynamic", "true"):
+            groups[name] = group | {"weights": weights | {"actorder": None}}
+            ordered.append(name)
+    parsed = QuantizationConfig.model_validate(given | ({"config_groups": groups} if groups else {}))
+    for name in ordered:
+        parsed.config_groups[name] = with_order(parsed.config_groups[name])
+    return parsed
 
 
 def _best_match(layer: Layer, groups: Iterable[Any]) -> QuantizationScheme | None:
@@ -140,7 +165,7 @@ def _args(args: QuantizationArgs, with_scale_dtype: bool) -> dict[str, Any]:
     if args.strategy == "block":
         short["block_structure"] = list(args.block_structure or ())
     if args.actorder is not None and args.strategy == "group":
-        short["actorder"] = args.actorder
+        short["actorder"] = ActivationOrdering(args.actorder).value
     if with_scale_dtype and args.scale_dtype is not None:
         short["scale_dtype"] = str(args.scale_dtype)
     return short

@@ -69,7 +69,8 @@ class CompressedQuantizer(HfQuantizer):
     """Puts compressed modules where the checkpoint has compressed layers."""
 
     quantization_config: CompressedConfig
-    is_trainable = False
+    is_trainable = True
+    """Adapters are: gradients pass through compressed layers, which stay as they are."""
     is_compileable = True
 
     def __init__(self, quantization_config: CompressedConfig, **kwargs: Any) -> None:

@@ -40,6 +40,9 @@ class LoadReport:
     """What the recipe left open and was decided for this model."""
     kernels: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Compressed layer -> what it runs on, and why on nothing faster where something faster is for its scheme."""
+    cache: tuple[int, int] | None = None
+    """Where the checkpoint has a `kv_cache_scheme`: bytes of keys and values that one token takes, all layers together,
+    in the model's dtype and as they are kept."""
 
     @classmethod
     def of(
@@ -84,6 +87,9 @@ class LoadReport:
             f"{count} layers run on {kernel}" + (f" ({why})" if why else "")
             for (kernel, why), count in Counter(self.kernels.values()).items()
         ]
+        if self.cache is not None:
+            before, after = self.cache
+            lines.append(f"cache of keys and values: {before:,} -> {after:,} bytes a token")
         lines += [f"not read: {', '.join(self.unread)}"] if self.unread else []
         lines += [f"newly initialized: {', '.join(self.initialized)}"] if self.initialized else []
         lines += [f"note: {text}" for text in self.notes]

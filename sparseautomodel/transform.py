@@ -284,6 +284,7 @@ def describe(scheme: QuantizationScheme) -> str:
         size = args.group_size if strategy in ("group", "tensor_group") else args.block_structure
         where = f"{strategy} {size}" if size and size != -1 else strategy
         extra = " dynamic" if args.dynamic else ("" if args.symmetric else " asymmetric")
+        extra += " in the order of activations" if args.actorder == "group" else ""
         if label and args.dynamic is not True:
             extra = " local" if args.dynamic else f"{extra} static"
         parts.append(f"{label}{kind}{args.num_bits} {where}{extra}")

@@ -28,6 +28,7 @@ from sparseautomodel.layers import StoredLayers, attention_modules, cache_scales
 from sparseautomodel.masks import parse_structure, violations
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan
+from sparseautomodel.rotations import rotation_tensors, rotations_of
 from sparseautomodel.threads import torch_threads
 
 REPORT_NAME = "compression_report.json"
@@ -209,9 +210,11 @@ def _verify_files(path: str | os.PathLike[str], against: str | os.PathLike[str] 
     report = _read_report(Path(path) / kwargs.get("subfolder", ""))
     problems = list(stored.problems) + _check_config(architecture.config)
     scales = cache_scales(checkpoint, architecture.config)
-    weights = {name: tensor for name, tensor in checkpoint.items() if name not in scales}
+    matrices = rotation_tensors(checkpoint, rotations_of(quantization_of(architecture.config)))
+    weights = {name: tensor for name, tensor in checkpoint.items() if name not in (*scales, *matrices)}
     problems += check_names(weights, architecture, stored.schemes)
-    if (quantization_of(architecture.config) or {}).get("kv_cache_scheme"):
+    cache = (quantization_of(architecture.config) or {}).get("kv_cache_scheme")
+    if cache and not cache.get("dynamic"):
         problems += check_cache(scales, attention_modules(architecture.skeleton, stored.layers))
         found = [checkpoint[name][...].float() for name in scales if name.endswith("_scale")]
         if found and all(bool((scale == 1).all()) for scale in found):

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     BertConfig,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -112,6 +114,19 @@ def tiny_qwen3_moe(save_model: Callable[[PreTrainedConfig], Path]) -> Path:
     """A Qwen3-MoE of 4 experts a layer, each 64 wide inside."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     return save_model(Qwen3MoeConfig(**SIZES, **experts, head_dim=16))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(save_model: Callable[[PreTrainedConfig], Path]) -> Path:
+    """A Qwen3: norms of queries and keys, head dimension of its own, tied head."""
+    return save_model(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(save_model: Callable[[PreTrainedConfig], Path]) -> Path:
+    """A Gemma 3 of which one layer looks at a window of 8 tokens."""
+    types = ["sliding_attention", "full_attention"]
+    return save_model(Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=8, layer_types=types))
 
 
 @pytest.fixture(scope="session")

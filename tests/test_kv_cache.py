@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DeepseekV3Config,
     DynamicCache,
-    Gemma3TextConfig,
     PreTrainedConfig,
     PreTrainedModel,
     T5Config,
@@ -37,13 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 INT8 = FP8 | {"type": "int"}
 IDS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(scope="session")
-def tiny_gemma3(save_model: Callable[[PreTrainedConfig], Path]) -> Path:
-    """A Gemma 3 of which one layer looks at a window of 8 tokens."""
-    types = ["sliding_attention", "full_attention"]
-    return save_model(Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=8, layer_types=types))
 
 
 @pytest.fixture(scope="session")
@@ -263,7 +255,10 @@ def test_who_reads_it_is_said(tiny_llama: Path, tmp_path: Path) -> None:
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert len(info["unexpected_keys"]) == 4 and not info["missing_keys"]
     ours = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(stock(IDS).logits, ours(IDS).logits)
+    exact, rounded = stock(IDS).logits, ours(IDS).logits
+    assert (
+        not torch.equal(exact, rounded) and torch.nn.functional.cosine_similarity(exact, rounded, dim=-1).min() > 0.99
+    )
     for asked in (plan(tmp_path / "out"), plan(tiny_llama, recipe(FP8))):
         transformers, vllm = asked.consumers
         assert not transformers.reads and "leaves them out" in transformers.reasons[0] and vllm.reads

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "sparseautomodel"
 ROWS = (
     ("__init__", "__main__"),
     ("console",),
+    ("execution",),
     ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
     ("calibrated",),
     ("solving",),
@@ -28,7 +29,7 @@ ROWS = (
     ("arguments", "checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers", "sparse24"),
-    ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
+    ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels", "quantized_cache", "rotations"),
     ("modifiers", "formats"),
     ("columns", "float_inputs", "half_tiles"),
     ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),

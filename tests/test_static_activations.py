@@ -100,7 +100,7 @@ def test_stock_transformers_runs_the_result_as_we_do(name: str, tiny_llama: Path
         assert len(found) == 14 and all(value.shape == (1,) and value.dtype == dtype for value in found.values())
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
-    ours = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out", execution="compressed")
     logits = ours(IDS).logits
     assert logits.isfinite().all() and torch.equal(stock(IDS).logits, logits)
     dense = AutoModelForCausalLM.from_pretrained(tiny_llama)(IDS).logits

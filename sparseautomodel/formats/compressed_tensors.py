@@ -2,8 +2,8 @@
 
 Bit for bit what compressed-tensors 0.20 writes and reads, in runs of rows that stay in the CPU's cache. A layer has the
 tensors `weight_packed` (or `weight`), `weight_scale` and, where the scheme needs them, `weight_zero_point`,
-`weight_shape` and `weight_global_scale`; and for activations whose scales are found beforehand `input_scale`,
-`input_zero_point` or `input_global_scale`.
+`weight_shape`, `weight_g_idx` and `weight_global_scale`; and for activations whose scales are found beforehand
+`input_scale`, `input_zero_point` or `input_global_scale`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def layout(
         tensors["weight_zero_point"] = grid, args.zp_dtype
     if name == "pack-quantized":
         tensors["weight_shape"] = (2,), torch.int64
+    if args.actorder == "group":
+        tensors["weight_g_idx"] = (columns,), torch.int32
     if args.strategy == "tensor_group":
         tensors["weight_global_scale"] = (1,), torch.float32
     return tensors | _input_layout(scheme.input_activations, dtype)
@@ -142,9 +144,10 @@ def decode(
     columns = _width(tensors, name, args)
     plain = name not in _MICROSCALED and name != "nvfp4-pack-quantized"
     kind = tensors["weight_scale"].dtype if plain else torch.bfloat16
+    order = _group_of_each(tensors)
     dense = torch.empty(max(0, end - begin), columns, dtype=dtype or kind, device=stored.device)
     for chunk in _chunks(slice(begin, end), columns):
-        scale = _spread(tensors["weight_scale"], args, chunk, columns)
+        scale = _spread(tensors["weight_scale"], args, chunk, columns)[:, order]
         if name in _MICROSCALED:
             scale = decompress_mx_scale(scale)
         elif "weight_global_scale" in tensors:
@@ -152,7 +155,7 @@ def decode(
         values = _unscaled(stored[chunk], args, columns).to(scale.dtype)
         values = values.view(-1, scale.shape[1], columns // scale.shape[1])
         if not args.symmetric:
-            values -= _zero_points(tensors, args, chunk, columns).to(scale.dtype)
+            values -= _zero_points(tensors, args, chunk, columns)[:, order].to(scale.dtype)
         place = dense[chunk.start - begin : chunk.stop - begin].view(values.shape)
         if dense.dtype == kind:
             torch.mul(values, scale, out=place)
@@ -264,6 +267,15 @@ def _zero_points(tensors: Mapping[str, Tensor], args: QuantizationArgs, rows: sl
     if args.strategy in ("group", "channel"):
         return _spread(zero_points(tensors, args, rows), args, slice(0, rows.stop - rows.start), columns)
     return _spread(tensors["weight_zero_point"], args, rows, columns)
+
+
+def _group_of_each(tensors: Mapping[str, Tensor]) -> Tensor | slice:
+    """What takes the groups of a row to those of its columns, where they are in the order of activations.
+
+    Older tools stored an index of all -1 where they are not.
+    """
+    index = tensors.get("weight_g_idx")
+    return slice(None) if index is None or bool((index < 0).any()) else index.long()
 
 
 def _unscaled(stored: Tensor, args: QuantizationArgs, columns: int) -> Tensor:

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from sparseautomodel.kernels.base import KERNELS, Kernel, Tensors
+from sparseautomodel.kernels.base import KERNELS, Kernel, Tensors, choose
 
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
-__all__ = ["KERNELS", "Kernel", "Tensors"]
+__all__ = ["KERNELS", "Kernel", "Tensors", "choose"]

@@ -66,6 +66,8 @@ class Kernel:
     """Kernels of a lower rank are tried first."""
     rounds_inputs: ClassVar[bool] = False
     """Whether it rounds activations as the scheme says by itself; else the layer has them rounded before."""
+    reads_order: ClassVar[bool] = False
+    """Whether it runs layers whose groups are in the order of activations (`weight_g_idx`)."""
     between: ClassVar[tuple[int, int]] = (0, 0)
     """`few` is the faster one up to the first number of tokens, `many` from the second on; between them it is measured,
     once a device."""
@@ -116,3 +118,28 @@ class Kernel:
         step = max(64, TILE_ELEMENTS // max(columns, 1) // 64 * 64)
         for start in range(0, max(rows, 1), step):
             yield slice(start, min(start + step, rows))
+
+
+def choose(
+    scheme: QuantizationScheme,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    own_forward: bool = False,
+) -> tuple[Kernel, tuple[str, ...]]:
+    """The fastest kernel for a layer `[out_features, in_features]`, and why others for its scheme are passed over.
+
+    Needs no tensor. `own_forward` is for classes whose product is not that of a Linear, which only read the weight.
+    """
+    ordered = scheme.weights is not None and scheme.weights.actorder == "group"
+    passed_over: list[str] = []
+    for kind in KERNELS:
+        if kind.covers(scheme) and not (own_forward and kind.rounds_inputs):
+            kernel = kind(scheme, shape, dtype, device)
+            reason = kernel.refuses()
+            if ordered and not kind.reads_order:
+                reason = "groups in the order of activations (weight_g_idx)"
+            if reason is None:
+                return kernel, tuple(passed_over)
+            passed_over.append(f"{kind.name}: {reason}")
+    raise ValueError(f"no kernel runs the scheme of {scheme.targets}: {'; '.join(passed_over)}")

@@ -16,6 +16,7 @@ from sparseautomodel.kernels.base import Kernel
 class Portable(Kernel):
     name: ClassVar[str] = "portable: a tile dequantized at a time"
     rank: ClassVar[int] = 100
+    reads_order: ClassVar[bool] = True
 
     @classmethod
     def covers(cls, scheme: QuantizationScheme) -> bool:
