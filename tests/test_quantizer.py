@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.trainer_utils import validate_quantization_for_training
 
 from sparseautomodel import SparseAutoModelForCausalLM, oneshot
 from sparseautomodel.architecture import expert_merges, merges_experts
@@ -124,7 +125,7 @@ def test_registered_under_a_name_of_its_own() -> None:
     )
     assert AUTO_QUANTIZER_MAPPING["compressed-tensors"] is not CompressedQuantizer, "stock's own is left alone"
     quantizer = CompressedQuantizer(CompressedConfig({}, ()))
-    assert quantizer.is_serializable() and not quantizer.is_trainable and quantizer.pre_quantized
+    assert quantizer.is_serializable() and quantizer.is_trainable and quantizer.pre_quantized
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_mixtral", "tiny_qwen3_moe"])
@@ -149,6 +150,8 @@ def test_what_save_pretrained_writes_is_what_oneshot_writes(
 
 def test_a_loaded_model_is_marked_quantized_and_cannot_be_trained_by_mistake(tiny_llama: Path) -> None:
     model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe=recipe(**W4))
-    assert model.is_quantized and not model.hf_quantizer.is_trainable and not model.training
+    assert model.is_quantized and not model.training
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        validate_quantization_for_training(model)
     names = {name for name, value in model.named_parameters() if "q_proj" in name and value.requires_grad}
     assert not names
