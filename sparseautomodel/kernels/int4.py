@@ -43,7 +43,8 @@ class Int4(Kernel):
     @classmethod
     def covers(cls, scheme: QuantizationScheme) -> bool:
         weights = scheme.weights
-        return weights.num_bits == 4 and weights.type == "int" and weights.strategy in ("group", "channel", "tensor")
+        known = weights.num_bits == 4 and weights.type == "int" and weights.strategy in ("group", "channel", "tensor")
+        return known and storage.format_of(scheme) == "pack-quantized"
 
     def refuses(self) -> str | None:
         if self.device.type != "cpu":
@@ -109,10 +110,10 @@ class Int4(Kernel):
     def many(self, tensors: Tensors, flat: Tensor, bias: Tensor | None) -> Tensor:
         tokens, rows = len(flat), self.shape[0]
         output = flat.new_empty(tokens, len(tensors["weight_int4"]))
-        places = output.view(tokens, -1, 2, BLOCK // 2)
+        places = output.view(tokens, len(tensors["weight_int4"]) // BLOCK, 2, BLOCK // 2)
         for blocks in self._runs(tensors):
             for half, expanded in enumerate(self._expanded(tensors, blocks)):
-                places[:, blocks, half] = (flat @ expanded.to(flat.dtype)).view(tokens, -1, BLOCK // 2)
+                places[:, blocks, half] = (flat @ expanded.to(flat.dtype)).unflatten(1, (-1, BLOCK // 2))
         output = output[:, :rows]
         return output if bias is None else output.add_(bias)
 
