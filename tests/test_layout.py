@@ -30,8 +30,20 @@ ROWS = (
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
-    ("columns",),
-    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    ("columns", "random_values"),
+    (
+        "charts",
+        "masks",
+        "random_values",
+        "ranges",
+        "rows",
+        "scales",
+        "sets",
+        "smoothing",
+        "spill",
+        "statistics",
+        "threads",
+    ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
