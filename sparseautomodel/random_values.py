@@ -34,9 +34,9 @@ def drawing(named: Mapping[str, Tensor], seed: int) -> Iterator[None]:
     `normal_`, `uniform_` and all of `torch.nn.init` on a tensor of `named`, or on a view of one, give the values that
     any other layout gives: a `DTensor` gets those of the elements that it holds, no others are drawn. Filling a tensor
     again repeats its values. Temporary tensors that are made after one of `named` are drawn for it. Other random
-    tensors (`torch.rand(n)` and the like) depend on the tensor that was filled last and on how many were drawn since. The state
-    of torch's own generators is neither used nor changed, nor the `generator` that a call gives. Only the calling
-    thread is affected.
+    tensors (`torch.rand(n)` and the like) depend on the tensor that was filled last and on how many were drawn since.
+    The state of torch's own generators is neither used nor changed, nor the `generator` that a call gives. Only the
+    calling thread is affected.
 
     Args:
         named: canonical name -> tensor with storage; of tensors that share their storage, the first name counts.
