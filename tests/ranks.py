@@ -18,7 +18,7 @@ PATIENCE = 300
 
 
 def in_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, *args)` returns on each of `count` ranks. Fails with the traceback of the first that does."""
+    """What `function(rank, *args)` returns on each of `count` ranks. Fails with the traceback of one that fails."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
