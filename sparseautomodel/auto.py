@@ -177,12 +177,13 @@ def _load(
         options["quantization_config"] = CompressedConfig(written, modules, held)
         options["distributed_config"] = config_for_compressed(kwargs.get("distributed_config"))
     model_class: Any = architecture.model_class
-    seed = int(torch.randint(1 << 62, ()))
+    state = torch.get_rng_state()
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
     if info["missing_keys"]:
-        initialize_missing(model, info["missing_keys"], common_seed(seed))
+        torch.set_rng_state(state)  # what transformers drew for them depends on the layout
+        initialize_missing(model, info["missing_keys"], common_seed(int(torch.randint(1 << 62, ()))))
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
         _untie(model.config)  # the files hold two different tensors, and they win

@@ -217,9 +217,11 @@ def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 
 def _weight(module: Any, shape: tuple[int, int]) -> torch.Tensor:
+    stored = module._parameters.get("weight")
+    if isinstance(stored, DTensor):
+        return stored  # whoever shares the layer among processes looks for the parameter under its name
     if any(module._parameters[name].is_meta for name in module.parts):  # loaders look at it before there are values
-        stored = module._parameters.get("weight")
-        return stored if isinstance(stored, DTensor) else torch.empty(shape, dtype=module.dtype, device="meta")
+        return torch.empty(shape, dtype=module.dtype, device="meta")
     values = dequantize(module)
     values._is_hf_initialized = True  # type: ignore[attr-defined]
     return values
