@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
-from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.kernels.portable import CompressedEmbedding, CompressedExperts, CompressedLinear
@@ -97,8 +97,9 @@ def plan_for_compressed(model: PreTrainedModel, plan: dict[str, str]) -> None:
             for key in [key for key in plan if key == rule or key.startswith(f"{rule}.")]:
                 del plan[key]
         elif isinstance(module, CompressedLinear):
-            style = plan.get(rule, "colwise").removeprefix(PREFIX)
-            if style not in STYLES:
+            style = plan.get(rule, "replicate").removeprefix(PREFIX)
+            cuts = type(ALL_PARALLEL_STYLES.get(style, _WHOLE)).shard_param is not TensorParallelLayer.shard_param
+            if cuts and style not in STYLES:
                 raise DistributedError(
                     f"{name} is compressed, and the tensor-parallel style {style!r} cannot cut it. Leave it dense: add "
                     f"it to ignore in the recipe"
@@ -207,7 +208,7 @@ def _as_small_layer(module: CompressedLinear, mesh: DeviceMesh, axis: int) -> It
             module._parameters["weight_shape"] = whole_shape
 
 
-_REPLICATED = Replicate()
+_REPLICATED, _WHOLE = Replicate(), TensorParallelLayer()
 STYLES = {
     "colwise": CompressedColwise(),
     "colwise_rep": CompressedColwise(output_layouts=_REPLICATED),

@@ -32,7 +32,9 @@ from tests.ranks import in_ranks
 
 Mesh = tuple[int, int]
 """tp_size and fsdp_size."""
-CONFIG = LlamaConfig(**SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=False)
+CONFIG = LlamaConfig(
+    **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+)
 
 
 def group_recipe(**weights: Any) -> dict[str, Any]:
@@ -62,7 +64,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many key heads as query heads, so that four ranks can share them."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
-    LlamaForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(folder)
+    model = LlamaForCausalLM(CONFIG)
+    for value in model.parameters():
+        if value.ndim == 1:
+            value.data.add_(torch.randn_like(value), alpha=0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -108,21 +114,32 @@ def test_a_compressed_checkpoint_on_other_meshes(w4a16: Path, world: int, mesh: 
         assert not problems, f"rank {rank}: {problems}"
 
 
-def _compare(rank: int, source: Path, mesh: Mesh, names: list[str]) -> list[str]:
+@pytest.mark.parametrize(("world", "mesh"), [(2, (2, 1)), (2, (1, 2))])
+@pytest.mark.parametrize("model", ["tied_llama", "tiny_mixtral", "tiny_qwen3_moe"])
+def test_ties_and_experts(request: pytest.FixtureRequest, model: str, world: int, mesh: Mesh) -> None:
+    source = request.getfixturevalue(model)
+    for rank, problems in enumerate(in_ranks(world, _compare, source, mesh, ["dense", "w4a16", "2of4"], EXACT)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
+EXACT = torch.float32
+"""A router chooses other experts for the smallest difference."""
+
+
+def _compare(rank: int, source: Path, mesh: Mesh, names: list[str], dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """What differs between a shared model and one in one process, and what was read that need not be."""
     problems = []
     for name in names:
-        shared = SparseAutoModelForCausalLM.from_pretrained(
-            source, recipe=RECIPES[name], distributed_config=_config(mesh)
-        )
-        single = SparseAutoModelForCausalLM.from_pretrained(source, recipe=RECIPES[name])
+        given = {"recipe": RECIPES[name], "dtype": dtype}
+        shared = SparseAutoModelForCausalLM.from_pretrained(source, distributed_config=_config(mesh), **given)
+        single = SparseAutoModelForCausalLM.from_pretrained(source, **given)
         problems += [f"{name}: {text}" for text in _differences(shared, single)]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
-            given, wanted = shared(ids).logits, single(ids).logits
-        scale = float(wanted.abs().max())
-        if float((given - wanted).abs().max()) > 0.02 * scale:
-            problems.append(f"{name}: logits differ by {float((given - wanted).abs().max()) / scale:.3f}")
+            found, wanted = shared(ids).logits, single(ids).logits
+        difference = float((found - wanted).abs().max() / wanted.abs().max())
+        if difference > (1e-5 if dtype == EXACT else 0.02):
+            problems.append(f"{name}: logits differ by {difference:.6f}")
         reads = shared.load_report.reads
         problems += [f"{name}: {one} was read {times} times" for one, (times, _) in reads.items() if times > 1]
         if name in SPLIT:
@@ -319,7 +336,7 @@ def test_distributed_checkpoints_of_compressed_models(llama: Path, tmp_path: Pat
     assert in_ranks(world, _save_and_load, llama, tmp_path, mesh) == [[]] * world
     consolidate(tmp_path / "saved", tmp_path / "one")
     single = SparseAutoModelForCausalLM.from_pretrained(llama, recipe=RECIPES["w4a16 asymmetric"])
-    for folder in ("one", "saved"):  # as stock tools read it, and straight from the shards
+    for folder in ("one", "saved", "gathered"):  # put together, straight from the shards, as transformers saves
         again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert not _differences(again, single)
     with safe_open(tmp_path / "one" / "model.safetensors", "pt") as file:
@@ -330,6 +347,7 @@ def _save_and_load(rank: int, source: Path, folder: Path, mesh: Mesh) -> list[st
     recipe = RECIPES["w4a16 asymmetric"]
     shared = SparseAutoModelForCausalLM.from_pretrained(source, recipe=recipe, distributed_config=_config(mesh))
     shared.save_pretrained(folder / "saved", distributed_checkpoint=True)
+    shared.save_pretrained(folder / "gathered")
     problems = []
     for other in (mesh, mesh[::-1]):  # the layout that was saved, and another
         again = SparseAutoModelForCausalLM.from_pretrained(folder / "saved", distributed_config=_config(other))

@@ -230,6 +230,16 @@ def test_only_the_calling_thread_draws() -> None:
     assert torch.equal(tensor, normal(0, "x", torch.arange(1000)))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_draws_what_a_cpu_draws() -> None:
+    for name, fill in FILLS.items():
+        tensors = [torch.empty(301, 517, device=device) for device in ("cpu", "cuda")]
+        for tensor in tensors:
+            with drawing({"x": tensor}, 0):
+                fill(tensor)
+        assert torch.equal(tensors[0], tensors[1].cpu()), name
+
+
 def test_long_tensors_are_drawn_in_parts_without_a_seam() -> None:
     tensor = torch.empty(3, (1 << 17) + 5)
     with drawing({"x": tensor}, 0):
