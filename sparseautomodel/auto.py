@@ -183,7 +183,7 @@ def _load(
     )
     if info["missing_keys"]:
         torch.set_rng_state(state)  # what transformers drew for them depends on the layout
-        initialize_missing(model, info["missing_keys"], common_seed(int(torch.randint(1 << 62, ()))))
+        initialize_missing(model, info["missing_keys"], common_seed(model, int(torch.randint(1 << 62, ()))))
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
         _untie(model.config)  # the files hold two different tensors, and they win

@@ -63,10 +63,10 @@ def initialize_missing(model: PreTrainedModel, names: Collection[str], seed: int
             model.initialize_weights()
 
 
-def common_seed(seed: int) -> int:
-    """The seed of the first process, for all."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return seed
+def common_seed(model: PreTrainedModel, seed: int) -> int:
+    """The seed of the first of the processes that share `model`, for all of them."""
+    if getattr(model, "_mesh_manager", None) is None:
+        return seed  # each process has a model of its own, or only one of them loads
     box = [seed]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]

@@ -95,6 +95,11 @@ def test_names_in_plans_and_settings() -> None:
     assert (given.tp_size, given.fsdp_size, given.tp_plan) == (2, 3, None)
 
 
+def test_a_model_in_one_process_has_no_mesh() -> None:
+    assert PreTrainedModel._mesh_manager is None
+    assert "model._mesh_manager = mesh_manager" in inspect.getsource(PreTrainedModel.maybe_distribute_model)
+
+
 def test_torch_cuts_as_it_did() -> None:
     """Chunks of equal size, the last ones short or empty; the order of a strided shard."""
     assert [Shard.local_shard_size_and_offset(10, 4, rank) for rank in range(4)] == [(3, 0), (3, 3), (3, 6), (1, 9)]
