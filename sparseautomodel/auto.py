@@ -31,6 +31,7 @@ from sparseautomodel.arguments import (
 )
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
+from sparseautomodel.compressed_layers import kernels_of, settle
 from sparseautomodel.distributed import common_seed, config_for_compressed, initialize_missing, rank_device
 from sparseautomodel.layers import attention_modules, cache_scales
 from sparseautomodel.modifiers import Layer
@@ -129,8 +130,13 @@ class SparseAutoModel:
         unexplained, initialized = _initialized(info, architecture, kwargs["ignore_mismatched_sizes"])
         problems = check_loading(checkpoint, architecture, plan, unexplained) + list(verify(model).problems)
         _report(problems, strict, name_or_path)
-        seconds = {"plan": planned - started, "load": loaded - planned, "verify": time.perf_counter() - loaded}
-        model.load_report = LoadReport.of(checkpoint, plan, info | {"missing_keys": initialized}, seconds, restored)
+        verified = time.perf_counter()
+        if execution == "auto":
+            settle(model)
+        seconds = {"plan": planned - started, "load": loaded - planned, "verify": verified - loaded}
+        seconds["settle"] = time.perf_counter() - verified
+        info_of_load = info | {"missing_keys": initialized}
+        model.load_report = LoadReport.of(checkpoint, plan, info_of_load, seconds, restored, kernels_of(model))
         return (model, info) if kwargs.get("output_loading_info") else model
 
 

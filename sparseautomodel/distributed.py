@@ -24,8 +24,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
+from sparseautomodel.compressed_layers import CompressedEmbedding, CompressedExperts, CompressedLinear
 from sparseautomodel.formats import compressed_tensors as storage
-from sparseautomodel.kernels.portable import CompressedEmbedding, CompressedExperts, CompressedLinear
 from sparseautomodel.random_values import drawing
 
 PREFIX = "compressed_"
@@ -194,16 +194,18 @@ class CompressedRowwise(_Compressed, RowwiseParallel):
 def _as_small_layer(module: CompressedLinear, mesh: DeviceMesh, axis: int) -> Iterator[None]:
     """The layer as whoever runs it should see it: a layer that has the size of this process's part."""
     name = ("out_features", "in_features")[axis]
-    size, whole_shape = getattr(module, name), module._parameters.get("weight_shape")
+    size, kernel, whole_shape = getattr(module, name), module.kernel, module._parameters.get("weight_shape")
     part, _ = Shard.local_shard_size_and_offset(size, mesh.size(), mesh.get_local_rank())
     setattr(module, name, int(part))
+    shape = (module.out_features, module.in_features)
+    module.kernel = replace(kernel, shape=shape)
     if whole_shape is not None:
-        shape = torch.tensor([module.out_features, module.in_features])
-        module._parameters["weight_shape"] = nn.Parameter(shape, requires_grad=False)
+        module._parameters["weight_shape"] = nn.Parameter(torch.tensor(shape), requires_grad=False)
     try:
         yield
     finally:
         setattr(module, name, size)
+        module.kernel = kernel
         if whole_shape is not None:
             module._parameters["weight_shape"] = whole_shape
 

@@ -27,6 +27,7 @@ from sparseautomodel.calibrated import calibrate, leave_or_say, scratch_of
 from sparseautomodel.calibration import read_batches
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, Reads, StoredTensor, open_checkpoint
 from sparseautomodel.completeness import few
+from sparseautomodel.compressed_layers import settle
 from sparseautomodel.layers import quantization_of
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
@@ -311,6 +312,7 @@ def _compress_live(
             loader = auto_class_for(model.config).__name__
             _write_provenance(folder, report, recipe, plan.source, loader, local_files_only=True)
             _check_result(folder, trust_remote_code)
+    settle(model)
     return report
 
 

@@ -19,14 +19,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseautomodel.architecture import expert_merges, merges_experts
-from sparseautomodel.distributed import plan_for_compressed, restore_plan
-from sparseautomodel.kernels.portable import (
+from sparseautomodel.compressed_layers import (
     CompressedEmbedding,
     CompressedExperts,
     CompressedLinear,
     Parts,
     compressed,
 )
+from sparseautomodel.distributed import plan_for_compressed, restore_plan
 
 NAME = "sparseautomodel"
 

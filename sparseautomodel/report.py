@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -34,9 +35,11 @@ class LoadReport:
     share_changed: float
     """Share of the parameters that the recipe changed, 0..1."""
     seconds: Mapping[str, float]
-    """How long each step took: plan, load, verify."""
+    """How long each step took: plan, load, verify, settle (choosing kernels and laying out weights for them)."""
     notes: tuple[str, ...] = ()
     """What the recipe left open and was decided for this model."""
+    kernels: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Compressed layer -> what it runs on, and why on nothing faster where something faster is for its scheme."""
 
     @classmethod
     def of(
@@ -46,6 +49,7 @@ class LoadReport:
         info: Mapping[str, Any],
         seconds: Mapping[str, float],
         restored: list[str],
+        kernels: Mapping[str, tuple[str, str]],
     ) -> LoadReport:
         reads = checkpoint.reads()
         return cls(
@@ -58,6 +62,7 @@ class LoadReport:
             share_changed=plan.parameters_changed / plan.parameters if plan.parameters else 0.0,
             seconds=dict(seconds),
             notes=plan.notes,
+            kernels=kernels,
         )
 
     @property
@@ -74,6 +79,10 @@ class LoadReport:
             f"{self.layers_compressed} layers compressed"
             + (f"; recipe changed {self.share_changed:.1%} of the parameters" if self.share_changed else ""),
             ", ".join(f"{step} {seconds:.2f} s" for step, seconds in self.seconds.items()),
+        ]
+        lines += [
+            f"{count} layers run on {kernel}" + (f" ({why})" if why else "")
+            for (kernel, why), count in Counter(self.kernels.values()).items()
         ]
         lines += [f"not read: {', '.join(self.unread)}"] if self.unread else []
         lines += [f"newly initialized: {', '.join(self.initialized)}"] if self.initialized else []

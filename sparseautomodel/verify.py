@@ -22,6 +22,7 @@ from sparseautomodel.buffers import meta_attributes
 from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from sparseautomodel.checks import fused_sets
 from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
+from sparseautomodel.compressed_layers import CompressedLinear
 from sparseautomodel.distributed import local
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.layers import StoredLayers, attention_modules, cache_scales, quantization_of, stored_layers
@@ -169,7 +170,11 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     held = getattr(getattr(getattr(model, "config", None), "quantization_config", None), "cache", None) or ()
     for path, module in model.named_modules():
         compressed = getattr(module, "quantization_scheme", None) is not None
-        for name, value in module.named_parameters(path, recurse=False):
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, CompressedLinear):
+            own |= module.stored()  # which a kernel may have laid out otherwise
+        for part, value in own.items():
+            name = f"{path}.{part}" if path else part
             if name.endswith("_scale") and (compressed or name in held):
                 yield name, local(value)
 
@@ -177,15 +182,11 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _overflows(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
     """Compressed layers whose largest number times their largest scale is beyond the dtype they are run in."""
     for path, module in model.named_modules():
-        scheme, scale = getattr(module, "quantization_scheme", None), module._parameters.get("weight_scale")
+        scheme, scale = getattr(module, "quantization_scheme", None), getattr(module, "weight_scale", None)
         scale = None if scale is None else local(scale)
-        if (
-            scheme is None
-            or scale is None
-            or not scale.numel()
-            or scale.is_meta
-            or scale.dtype not in (torch.float16, torch.bfloat16)
-        ):
+        if scheme is None or scale is None or not scale.numel() or scale.is_meta:
+            continue
+        if scale.dtype not in (torch.float16, torch.bfloat16):
             continue
         limits = calculate_range(scheme.weights, scale.device)
         largest = max(abs(float(limit)) for limit in limits) * float(scale.detach().float().max())

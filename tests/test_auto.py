@@ -187,8 +187,9 @@ def test_encoders_and_transposed_layers(
     oneshot(folder, given, output=tmp_path / "out")
     assert_same(loaded, ours.from_pretrained(tmp_path / "out"))
     stock = getattr(transformers, f"AutoModelFor{suffix}").from_pretrained(tmp_path / "out")
-    ids = torch.arange(16).view(1, 16)
-    assert torch.equal(stock(ids).logits, loaded(ids).logits)
+    ids, exact = torch.arange(16).view(1, 16), ours.from_pretrained(folder, recipe=given, execution="compressed")
+    assert torch.equal(stock(ids).logits, exact(ids).logits)
+    assert_near(loaded(ids).logits, exact(ids).logits)
 
 
 def test_blocks_of_128_where_they_fit(built: Callable[..., Path], tmp_path: Path) -> None:
@@ -199,6 +200,11 @@ def test_blocks_of_128_where_they_fit(built: Callable[..., Path], tmp_path: Path
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.arange(16).view(1, 16)
     assert torch.equal(stock(ids).logits, loaded(ids).logits)
+
+
+def assert_near(values: torch.Tensor, wanted: torch.Tensor) -> None:
+    """As near as two ways to round to bfloat16 are, which may send a token to another expert."""
+    assert (values - wanted).norm() <= 0.06 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "2of4"])
@@ -220,7 +226,8 @@ def test_every_execution_holds_the_same_values(name: str, fixture: str, request:
             assert torch.equal(value, torch.stack([experts.get_submodule(f"{i}.down_proj").weight for i in range(4)]))
     if not name.startswith(("w8a8", "fp8")):  # a dense model does not round its activations
         ids = torch.arange(32).view(2, 16)
-        torch.testing.assert_close(auto(ids).logits, dense(ids).logits, atol=0.06, rtol=0.06)
+        torch.testing.assert_close(compressed(ids).logits, dense(ids).logits, atol=0.06, rtol=0.06)
+        assert_near(auto(ids).logits, dense(ids).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -328,7 +335,7 @@ def test_a_report_says_what_was_read(tiny_llama: Path) -> None:
     assert {name: nbytes for name, (_, nbytes) in report.reads.items()} == {
         name: value.nbytes for name, value in source.items()
     }
-    assert report.layers_compressed == 14 and set(report.seconds) == {"plan", "load", "verify"}
+    assert report.layers_compressed == 14 and set(report.seconds) == {"plan", "load", "verify", "settle"}
     assert "21 tensors read once" in str(report) and json.dumps(report.to_dict())
 
 

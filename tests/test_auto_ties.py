@@ -92,7 +92,7 @@ def test_values_files_and_flags(name: str, source: Path, tmp_path: Path) -> None
     """B8, B7, B3, B11: never a half state, whichever side is changed and whichever is stored; the files win."""
     dense = AutoModelForCausalLM.from_pretrained(source)
     different = not torch.equal(*ends(dense))
-    model = SparseAutoModelForCausalLM.from_pretrained(source, recipe=RECIPES[name])
+    model = SparseAutoModelForCausalLM.from_pretrained(source, recipe=RECIPES[name], execution="compressed")
     assert {times for times, _ in model.load_report.reads.values()} == {1}
     assert not any(value.is_meta for value in model.parameters())
     for side, (found, values) in enumerate(zip(ends(model), ends(dense), strict=True)):
@@ -134,7 +134,9 @@ def check_flags(name: str, source: Path, out: Path, model: Any, again: Any, diff
 def test_one_storage_and_one_identity(recipe: str | None, device_map: Any, tied_llama: Path) -> None:
     """B1: placing a model by a map does not untie it, in identity or in bytes."""
     given = None if recipe is None else RECIPES[recipe]
-    model = SparseAutoModelForCausalLM.from_pretrained(tied_llama, recipe=given, device_map=device_map)
+    model = SparseAutoModelForCausalLM.from_pretrained(
+        tied_llama, recipe=given, device_map=device_map, execution="compressed"
+    )
     assert model.lm_head.weight is model.model.embed_tokens.weight
     storages = {value.untyped_storage().data_ptr(): value.nbytes for value in model.parameters()}
     assert sum(storages.values()) == plan(tied_llama, given).nbytes_after
@@ -188,7 +190,7 @@ def test_a_body_in_4_bits_and_a_head_in_8(tied_llama: Path, tiny_llama: Path, tm
     for folder in (tied_llama, tiny_llama):
         out = tmp_path / folder.name
         oneshot(folder, given, output=out)
-        model = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=given)
+        model = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=given, execution="compressed")
         assert model.lm_head.quantization_scheme.weights.num_bits == 8
         assert model.model.layers[0].mlp.up_proj.quantization_scheme.weights.num_bits == 4
         model.save_pretrained(tmp_path / f"{folder.name}-again")

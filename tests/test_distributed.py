@@ -132,7 +132,7 @@ def _compare(rank: int, source: Path, mesh: Mesh, names: list[str], dtype: torch
     for name in names:
         given = {"recipe": RECIPES[name], "dtype": dtype}
         shared = SparseAutoModelForCausalLM.from_pretrained(source, distributed_config=_config(mesh), **given)
-        single = SparseAutoModelForCausalLM.from_pretrained(source, **given)
+        single = SparseAutoModelForCausalLM.from_pretrained(source, execution="compressed", **given)
         problems += [f"{name}: {text}" for text in _differences(shared, single)]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():
@@ -335,9 +335,10 @@ def test_spans_tell_what_an_index_stands_for() -> None:
 def test_distributed_checkpoints_of_compressed_models(llama: Path, tmp_path: Path, world: int, mesh: Mesh) -> None:
     assert in_ranks(world, _save_and_load, llama, tmp_path, mesh) == [[]] * world
     consolidate(tmp_path / "saved", tmp_path / "one")
-    single = SparseAutoModelForCausalLM.from_pretrained(llama, recipe=RECIPES["w4a16 asymmetric"])
+    recipe = RECIPES["w4a16 asymmetric"]
+    single = SparseAutoModelForCausalLM.from_pretrained(llama, recipe=recipe, execution="compressed")
     for folder in ("one", "saved", "gathered"):  # put together, straight from the shards, as transformers saves
-        again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / folder, execution="compressed")
         assert not _differences(again, single)
     with safe_open(tmp_path / "one" / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(single.state_dict())
@@ -348,10 +349,11 @@ def _save_and_load(rank: int, source: Path, folder: Path, mesh: Mesh) -> list[st
     shared = SparseAutoModelForCausalLM.from_pretrained(source, recipe=recipe, distributed_config=_config(mesh))
     shared.save_pretrained(folder / "saved", distributed_checkpoint=True)
     shared.save_pretrained(folder / "gathered")
+    single = SparseAutoModelForCausalLM.from_pretrained(source, recipe=recipe, execution="compressed")
     problems = []
     for other in (mesh, mesh[::-1]):  # the layout that was saved, and another
         again = SparseAutoModelForCausalLM.from_pretrained(folder / "saved", distributed_config=_config(other))
-        problems += _differences(again, SparseAutoModelForCausalLM.from_pretrained(source, recipe=recipe))
+        problems += _differences(again, single)
     return problems
 
 

@@ -27,11 +27,12 @@ ROWS = (
     ("plan",),
     ("arguments", "checks", "kv_cache"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize"),
-    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "distributed"),
+    ("distributed",),
+    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers"),
     ("recipe_text", "callbacks", "forwards", "pieces", "shards", "buffers", "kernels"),
     ("modifiers", "formats", "checkpoint"),
     ("columns", "random_values"),
-    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")

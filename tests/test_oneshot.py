@@ -67,7 +67,7 @@ def test_every_saved_layout_opens_in_stock_transformers(compressed: Compressed, 
     output, _ = compressed(recipe)
     consumers = {consumer.name: consumer for consumer in plan(output).consumers}
     assert consumers[TRANSFORMERS].reads
-    ours = SparseAutoModelForCausalLM.from_pretrained(output)
+    ours = SparseAutoModelForCausalLM.from_pretrained(output, execution="compressed")
     stock, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not any(info.values())
     assert (ours.dtype, stock.dtype) == (torch.bfloat16, torch.bfloat16)

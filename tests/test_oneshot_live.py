@@ -74,7 +74,7 @@ def test_model_in_memory_is_saved_by_its_own_method(tiny_llama: Path, tmp_path: 
     stock, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(info.values())
     with torch.no_grad():
-        assert (stock(TEXT).logits - model(TEXT).logits).abs().max() <= 2**-7 * stock(TEXT).logits.abs().max()
+        assert (stock(TEXT).logits - model(TEXT).logits).abs().max() <= 2**-6 * stock(TEXT).logits.abs().max()
 
 
 def test_folder_of_a_live_model_has_all_that_belongs_to_it(

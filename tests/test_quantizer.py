@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from sparseautomodel import SparseAutoModelForCausalLM, oneshot
 from sparseautomodel.architecture import expert_merges, merges_experts
-from sparseautomodel.kernels.portable import CompressedExperts, CompressedLinear
+from sparseautomodel.compressed_layers import CompressedExperts, CompressedLinear
 from sparseautomodel.modifiers.quantization import QuantizationModifier
 from sparseautomodel.quantizer import NAME, CompressedConfig, CompressedQuantizer, StoredLayer, put, put_experts
 

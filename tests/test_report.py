@@ -116,7 +116,7 @@ def test_load_report_says_what_was_read_how_often_and_how_long(tiny_llama: Path)
     assert report.nbytes == source.nbytes and report.source == str(tiny_llama)
     assert (report.unread, report.initialized, report.restored) == ((), (), ())
     assert report.layers_compressed == 14 and 0.5 < report.share_changed < 1
-    assert report.seconds.keys() == {"plan", "load", "verify"} and min(report.seconds.values()) >= 0
+    assert report.seconds.keys() == {"plan", "load", "verify", "settle"} and min(report.seconds.values()) >= 0
     text = str(report)
     for part in (str(tiny_llama), "21 tensors read once", "14 layers compressed", "plan", "verify"):
         assert part in text

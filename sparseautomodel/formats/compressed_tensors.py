@@ -188,6 +188,19 @@ def decode(
     return dense
 
 
+def zero_points(tensors: Mapping[str, Tensor], args: QuantizationArgs, rows: slice) -> Tensor:
+    """The zero points (signed) for a run of `rows` from a multiple of `PACKED_ROWS` on: `[rows, groups]`.
+
+    For the strategies group and channel, which have some for each row.
+    """
+    stored, bits = tensors["weight_zero_point"], args.num_bits
+    if stored.dtype != torch.int32:
+        return stored[rows]
+    packed = stored[rows.start * bits // 32 : words(rows.stop, bits)].t()
+    codes = unpack(as_dtype(packed, torch.uint8), bits, rows.stop - rows.start).t()
+    return codes.sub(2 ** (bits - 1)).view(torch.int8)
+
+
 def _input_layout(args: QuantizationArgs | None, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """What is stored of a layer's inputs."""
     if args is None or args.dynamic is True:
@@ -275,13 +288,9 @@ def _store_parameters(
 
 def _zero_points(tensors: Mapping[str, Tensor], args: QuantizationArgs, rows: slice, columns: int) -> Tensor:
     """The stored zero points for `rows`, to broadcast as `_spread` does."""
-    stored, bits = tensors["weight_zero_point"], args.num_bits
-    if stored.dtype == torch.int32:
-        count = rows.stop - rows.start
-        packed = stored[rows.start * bits // 32 : words(rows.stop, bits)].t()
-        codes = unpack(as_dtype(packed, torch.uint8), bits, count).t()
-        stored, rows = codes.sub(2 ** (bits - 1)).view(torch.int8), slice(0, count)
-    return _spread(stored, args, rows, columns)
+    if args.strategy in ("group", "channel"):
+        return _spread(zero_points(tensors, args, rows), args, slice(0, rows.stop - rows.start), columns)
+    return _spread(tensors["weight_zero_point"], args, rows, columns)
 
 
 def _unscaled(stored: Tensor, args: QuantizationArgs, columns: int) -> Tensor:
