@@ -272,6 +272,27 @@ def _losses(model: LlamaForCausalLM) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize(("world", "mesh"), [(2, (2, 1)), (2, (1, 2))])
+def test_gradients_pass_through_shared_compressed_layers(llama: Path, world: int, mesh: Mesh) -> None:
+    for difference in in_ranks(world, _gradient, llama, mesh):
+        assert difference < 1e-5
+
+
+def _gradient(rank: int, source: Path, mesh: Mesh) -> float:
+    """How far the gradient at the embeddings is from that of one process, relative to its largest entry."""
+    gradients = []
+    for shared in (True, False):
+        kwargs = {"distributed_config": _config(mesh)} if shared else {}
+        model = SparseAutoModelForCausalLM.from_pretrained(
+            source, recipe=RECIPES["w4a16"], dtype=EXACT, execution="compressed", **kwargs
+        )
+        states = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        model(inputs_embeds=states).logits.square().sum().backward()
+        assert states.grad is not None
+        gradients.append(states.grad)
+    return float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())
+
+
 def test_a_cut_inside_a_group_is_an_error_before_anything_is_read(llama: Path) -> None:
     for text, nbytes in in_ranks(2, _bad_cut, llama):
         assert "model.layers.0.self_attn.o_proj cannot be cut by tensor parallelism over 2 processes" in text
