@@ -32,6 +32,7 @@ from sparseautomodel.arguments import (
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.compressed_layers import kernels_of, settle
+from sparseautomodel.distributed import common_seed, config_for_compressed, initialize_missing, rank_device
 from sparseautomodel.layers import attention_modules, cache_scales, quantization_of
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
@@ -41,6 +42,7 @@ from sparseautomodel.quantizer import CompressedConfig, StoredLayer
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
 from sparseautomodel.rotations import fold, rotate, rotation_tensors, rotations_of
+from sparseautomodel.shards import open_shards, shard_files
 from sparseautomodel.transform import decode, loaded_dtype
 from sparseautomodel.verify import VerificationError, check_loading, verify
 
@@ -103,7 +105,8 @@ class SparseAutoModel:
             files = {
                 key: kwargs[key] for key in (*HUB_KEYS, "subfolder", "variant", "use_safetensors") if key in kwargs
             }
-            checkpoint = open_checkpoint(name_or_path, **files)
+            shared = shard_files(os.path.join(name_or_path, kwargs.get("subfolder", "")))
+            checkpoint = open_shards(os.path.dirname(shared[0])) if shared else open_checkpoint(name_or_path, **files)
             architecture = read_architecture(
                 cls.auto_class,
                 config,
@@ -151,7 +154,7 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """Hand transformers the checkpoint as the plan changes it, and let it load."""
     config = architecture.config
-    device = compression_device(kwargs.get("device_map"))
+    device = rank_device(kwargs.get("distributed_config")) or compression_device(kwargs.get("device_map"))
     check_device(device)
     tensors = planned_tensors(checkpoint, architecture, plan, device)
     options = {key: value for key, value in kwargs.items() if key not in _CONSUMED}
@@ -185,10 +188,15 @@ def _load(
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
         written |= {"transform_config": rotations.model_dump(mode="json")} if rotations is not None and online else {}
         options["quantization_config"] = CompressedConfig(written, modules, held)
+        options["distributed_config"] = config_for_compressed(kwargs.get("distributed_config"))
     model_class: Any = architecture.model_class
+    state = torch.get_rng_state()
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
+    if info["missing_keys"]:
+        torch.set_rng_state(state)  # what transformers drew for them depends on the layout
+        initialize_missing(model, info["missing_keys"], common_seed(model, int(torch.randint(1 << 62, ()))))
     if rotations is not None:
         values = {name: tensor[...] for name, tensor in matrices.items()}
         (rotate if online else fold)(model, rotations, values)

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sparseautomodel.crossover import crossover
 from sparseautomodel.float_inputs import StraightThrough, can_round, round_floats
@@ -105,6 +106,9 @@ class CompressedLinear(nn.Linear):
 
     def settle(self) -> None:
         """Have the fastest kernel there is, and its layout. For the compressed layers of a model: `settle(model)`."""
+        if any(isinstance(value, DTensor) for value in self._parameters.values()):
+            self.passed_over = ("others: the layer is shared by several processes, as it is stored",)
+            return
         self._unsettle()
         old = self.kernel
         self.kernel, self.passed_over = choose(old.scheme, old.shape, old.dtype, old.device, self._own_forward)
@@ -179,12 +183,13 @@ class _Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, bias: torch.Tensor | None, module: CompressedLinear) -> torch.Tensor:
-        ctx.module, ctx.dtype = module, flat.dtype
+        # Of a shared layer, the module holds this process's part during forward alone.
+        ctx.kernel, ctx.tensors, ctx.dtype = module.kernel, dict(module._parameters), flat.dtype
         return _multiplied(module, flat)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        kernel, tensors = ctx.module.kernel, ctx.module._parameters
+        kernel, tensors = ctx.kernel, ctx.tensors
         to_input = to_bias = None
         if ctx.needs_input_grad[0]:
             to_input = gradient.new_zeros(len(gradient), kernel.shape[1])
@@ -192,7 +197,7 @@ class _Multiplication(torch.autograd.Function):
                 to_input += gradient[:, rows] @ kernel.dequantize(tensors, rows).to(gradient.dtype)
             to_input = to_input.to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            to_bias = gradient.sum(0).to(ctx.module.bias.dtype)
+            to_bias = gradient.sum(0).to(tensors["bias"].dtype)
         return to_input, to_bias, None
 
 
@@ -381,6 +386,9 @@ def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 
 def _weight(module: Any, shape: tuple[int, int]) -> torch.Tensor:
+    shared = module._parameters.get("weight")
+    if isinstance(shared, DTensor):
+        return shared  # whoever shares the layer among processes looks for the parameter under its name
     if any(
         value.is_meta for name, value in module._parameters.items() if name.startswith("weight")
     ):  # loaders look at it before there are values

@@ -27,11 +27,12 @@ ROWS = (
     ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
     ("plan",),
     ("arguments", "checks", "kv_cache"),
-    ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
+    ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize"),
+    ("distributed",),
     ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers", "sparse24"),
-    ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels", "quantized_cache", "rotations"),
-    ("modifiers", "formats"),
-    ("columns", "float_inputs", "half_tiles"),
+    ("recipe_text", "callbacks", "forwards", "pieces", "shards", "buffers", "kernels", "quantized_cache", "rotations"),
+    ("modifiers", "formats", "checkpoint"),
+    ("columns", "float_inputs", "half_tiles", "random_values"),
     ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
