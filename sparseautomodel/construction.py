@@ -6,25 +6,23 @@ All of it is a torch function mode, which belongs to the thread that entered it:
 from __future__ import annotations
 
 import contextlib
-import dis
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from inspect import CO_VARARGS, CO_VARKEYWORDS
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from sparseautomodel.frames import arguments, constructors, in_contract
 from sparseautomodel.poison import poison
 from sparseautomodel.random_values import drawing
 
-CONTRACT = ("init_weights", "reset_parameters", "_reset_parameters")
-"""Methods by which a module gives its own tensors their initial values, the first it has counts."""
 ATTRIBUTE = "_construction"
 """Where a module that was built empty keeps what its constructor did, until it has values."""
 
@@ -82,6 +80,8 @@ class _Call:
     written: tuple[Tensor, ...]
     in_contract: bool = True
     """Whether a method of initialization made it, and not a constructor that sets what its parts have set before."""
+    maker: weakref.ReferenceType[nn.Module] | None = None
+    """The module whose constructor made it."""
 
 
 @dataclass
@@ -115,12 +115,29 @@ class Construction(TorchFunctionMode):
     seed: int | None = None
     calls: list[_Call] = field(default_factory=list)
     draws: int = 0
+    running: bool = False
+    """Whether a function of torch is running that the mode has seen."""
 
     def __post_init__(self) -> None:
         TorchFunctionMode.__init__(self)
+        self._legacy = _LegacyConstructors(self)
+
+    def __enter__(self) -> Any:
+        self._legacy.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._legacy.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        self.running = True
+        try:
+            return self._call(func, args, dict(kwargs or {}))
+        finally:
+            self.running = False
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if self.empty and getattr(func, "__module__", None) == "torch.nn.init":
             tensor = kwargs.get("tensor", args[0] if args else None)
@@ -172,6 +189,12 @@ class Construction(TorchFunctionMode):
         place = _storage(tensor)
         return any(not call.in_contract and any(_storage(one) == place for one in call.written) for call in self.calls)
 
+    def maker(self, tensor: Tensor) -> nn.Module | None:
+        """The module whose constructor made a tensor, whichever modules have it now."""
+        place = _storage(tensor)
+        made = (call.maker for call in self.calls if any(_storage(one) == place for one in _tensors(call.result)))
+        return next((maker() for maker in made if maker is not None), None)
+
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random values of tensors that a constructor places itself: from a seed, torch's random state is not used."""
         self.draws += 1
@@ -222,20 +245,38 @@ class Construction(TorchFunctionMode):
     def _append(self, *call: Any) -> None:
         """The objects of the module get values in time: what is noted are others, in the same place."""
         *call, written = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, call)
-        self.calls.append(_Call(*call, written, not written or _in_contract(sys._getframe())))
+        maker = next((weakref.ref(module) for _, module in constructors(sys._getframe())), None)
+        self.calls.append(_Call(*call, written, not written or in_contract(sys._getframe()), maker))
 
     def _mark(self) -> None:
         """Let the modules whose constructors are running know of this construction."""
         if not self.empty:
             return
-        for number, (frame, module) in enumerate(_constructors(sys._getframe(2))):
+        for number, (frame, module) in enumerate(constructors(sys._getframe(2))):
             own = vars(module)
             if ATTRIBUTE not in own and "_forward_pre_hooks" in own:
                 own[ATTRIBUTE] = Built(self)
                 if not number:
                     module.register_forward_pre_hook(refuse_empty, with_kwargs=True)
             if ATTRIBUTE in own and frame.f_code is getattr(type(module).__init__, "__code__", None):
-                own[ATTRIBUTE].arguments = own[ATTRIBUTE].arguments or _arguments(frame)
+                own[ATTRIBUTE].arguments = own[ATTRIBUTE].arguments or arguments(frame)
+
+
+class _LegacyConstructors(TorchDispatchMode):
+    """`torch.Tensor(n)` and `torch.FloatTensor(n)`, which no function mode sees, on the device of a construction."""
+
+    def __init__(self, construction: Construction) -> None:
+        super().__init__()
+        self._construction = construction
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, construction = kwargs or {}, self._construction
+        if construction.running or construction.device is None or func is not torch.ops.aten.empty.memory_format:
+            return func(*args, **kwargs)
+        made = func(*args, **kwargs | {"device": construction.device})
+        construction._mark()
+        construction._note(torch.empty, "empty", args, {"dtype": made.dtype}, made)
+        return made
 
 
 def refuse_empty(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -321,44 +362,3 @@ def _tensors(*values: Any) -> list[Tensor]:
 def _on_meta(args: Any, kwargs: dict[str, Any]) -> bool:
     inputs = _tensors(args, kwargs)
     return inputs[0].is_meta if inputs else torch.device(kwargs.get("device") or "cpu").type == "meta"
-
-
-def _constructors(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
-    """The constructors of modules that are running in this thread, the innermost first."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__init__" and code.co_argcount:
-            module = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(module, nn.Module):
-                yield frame, module
-        frame = frame.f_back
-
-
-def _in_contract(frame: FrameType | None) -> bool:
-    """Whether a method of initialization is running inside the innermost constructor."""
-    while frame is not None and frame.f_code.co_name != "__init__":
-        if frame.f_code.co_name in (*CONTRACT, "_init_weights"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What a running constructor was called with; None where it assigns to one of its arguments."""
-    code, values = frame.f_code, frame.f_locals
-    count, by_name_count = code.co_argcount, code.co_kwonlyargcount
-    positional, by_name = code.co_varnames[1:count], code.co_varnames[count : count + by_name_count]
-    rest = iter(code.co_varnames[count + by_name_count :])
-    more = values[next(rest)] if code.co_flags & CO_VARARGS else ()
-    named = values[next(rest)] if code.co_flags & CO_VARKEYWORDS else {}
-    if _assigned(code) & {*positional, *by_name}:
-        return None
-    return (*(values[name] for name in positional), *more), {name: values[name] for name in by_name} | dict(named)
-
-
-def _assigned(code: CodeType) -> set[Any]:
-    found: set[Any] = set()
-    for step in dis.get_instructions(code):
-        if step.opname.startswith(("STORE_FAST", "STORE_DEREF", "DELETE_FAST")):
-            found |= set(step.argval) if isinstance(step.argval, tuple) else {step.argval}
-    return found

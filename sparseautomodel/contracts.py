@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparseautomodel.construction import CONTRACT
+from sparseautomodel.frames import CONTRACT
 
 
 @dataclass(frozen=True)

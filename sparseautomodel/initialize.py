@@ -133,7 +133,8 @@ class _Empty:
     """A tensor without values: the object, its names, and what it was built as."""
 
     tensor: Tensor
-    owner: nn.Module
+    owners: list[tuple[nn.Module, str]]
+    """Modules that have it, and what they call it; where it is tied, the first is the one that initializes it."""
     is_parameter: bool
     meta: Tensor
     dtype: torch.dtype
@@ -145,6 +146,10 @@ class _Empty:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def owner(self) -> nn.Module:
+        return self.owners[0][0]
+
 
 def _empty_tensors(module: nn.Module) -> list[_Empty]:
     """Every tensor on the meta device once, with all its names, parameters first."""
@@ -153,9 +158,32 @@ def _empty_tensors(module: nn.Module) -> list[_Empty]:
         for path, one in module.named_modules(remove_duplicate=False):
             for key, value in getattr(one, kind).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    entry = _Empty(value, one, kind == "_parameters", local(value).detach(), value.dtype)
-                    found.setdefault(id(value), entry).names.append(f"{path}.{key}".removeprefix("."))
+                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), value.dtype)
+                    entry = found.setdefault(id(value), entry)
+                    entry.names.append(f"{path}.{key}".removeprefix("."))
+                    if all((one, key) != place for place in entry.owners):
+                        entry.owners.append((one, key))
     return list(found.values())
+
+
+@contextlib.contextmanager
+def _drawn_once(tensors: list[_Empty], built: Sequence[Construction]) -> Iterator[None]:
+    """Let the module that made a tied tensor initialize it, as it does where ties are made after that.
+
+    The others have a tensor without memory meanwhile, which costs nothing to fill.
+    """
+    tied = [one for one in tensors if one.is_parameter and len(one.owners) > 1]
+    for one in tied:
+        makers = [each.maker(one.meta) for each in built]
+        one.owners.sort(key=lambda place: all(place[0] is not maker for maker in makers))
+        for owner, key in one.owners[1:]:
+            owner._parameters[key] = nn.Parameter(torch.empty_like(one.meta), requires_grad=False)
+    try:
+        yield
+    finally:
+        for one in tied:
+            for owner, key in one.owners[1:]:
+                owner._parameters[key] = one.tensor  # type: ignore[assignment]
 
 
 def _tie(module: nn.Module) -> None:
@@ -212,9 +240,10 @@ def _fill(
     for one in tensors:
         _put(one, one.value, writes)
     with drawing({one.name: one.tensor for one in tensors}, seed), writes:
-        for part in every:
-            part.initialize()
-        with writes.closed_to_written():
+        with _drawn_once(tensors, built):
+            for part in every:
+                part.initialize()
+        with writes.closed(one.tensor for one in tensors if not writes.lacks(one.tensor)):
             for part in every:
                 own = (*part.module.parameters(recurse=False), *part.module.buffers(recurse=False))
                 if part.owner is not None and part.method is not None and any(map(writes.lacks, own)):

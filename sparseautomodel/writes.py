@@ -49,10 +49,10 @@ class Writes(TorchDispatchMode):
         return result
 
     @contextlib.contextmanager
-    def closed_to_written(self) -> Iterator[None]:
-        """Leave out writes to what has been written so far, too."""
+    def closed(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Leave out writes to these, too."""
         before = self._closed
-        self._closed = before | (self._written & self._empty)
+        self._closed = before | {_storage(value) for value in tensors}
         yield
         self._closed = before
 
