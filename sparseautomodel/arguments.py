@@ -64,7 +64,15 @@ def read_config(
     if isinstance(config, PreTrainedConfig):
         return copy.deepcopy(config), kwargs
     named = (*HUB_KEYS, "trust_remote_code", "subfolder", "code_revision")
-    keep = ("dtype", "torch_dtype", "quantization_config", "output_loading_info", "device_map", "key_mapping")
+    keep = (
+        "dtype",
+        "torch_dtype",
+        "quantization_config",
+        "output_loading_info",
+        "device_map",
+        "key_mapping",
+        "distributed_config",
+    )
     kept = {key: kwargs.pop(key) for key in (*keep, *named) if key in kwargs}
     names = {key: kept[key] for key in named if key in kept}
     config, unused = AutoConfig.from_pretrained(

@@ -31,6 +31,7 @@ from sparseautomodel.arguments import (
 )
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
+from sparseautomodel.distributed import common_seed, config_for_compressed, initialize_missing, rank_device
 from sparseautomodel.layers import attention_modules, cache_scales
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
@@ -38,6 +39,7 @@ from sparseautomodel.quantization_config import write_config
 from sparseautomodel.quantizer import CompressedConfig, StoredLayer
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
+from sparseautomodel.shards import open_shards, shard_files
 from sparseautomodel.transform import decode, loaded_dtype
 from sparseautomodel.verify import VerificationError, check_loading, verify
 
@@ -100,7 +102,8 @@ class SparseAutoModel:
             files = {
                 key: kwargs[key] for key in (*HUB_KEYS, "subfolder", "variant", "use_safetensors") if key in kwargs
             }
-            checkpoint = open_checkpoint(name_or_path, **files)
+            shared = shard_files(os.path.join(name_or_path, kwargs.get("subfolder", "")))
+            checkpoint = open_shards(os.path.dirname(shared[0])) if shared else open_checkpoint(name_or_path, **files)
             architecture = read_architecture(
                 cls.auto_class,
                 config,
@@ -142,7 +145,7 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """Hand transformers the checkpoint as the plan changes it, and let it load."""
     config = architecture.config
-    device = compression_device(kwargs.get("device_map"))
+    device = rank_device(kwargs.get("distributed_config")) or compression_device(kwargs.get("device_map"))
     check_device(device)
     tensors = planned_tensors(checkpoint, architecture, plan, device)
     options = {key: value for key, value in kwargs.items() if key not in _CONSUMED}
@@ -172,10 +175,14 @@ def _load(
         written, modules = write_config(stored, plan.all_layers, cache), _stored_layers(tensors, layers, stored)
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
         options["quantization_config"] = CompressedConfig(written, modules, held)
+        options["distributed_config"] = config_for_compressed(kwargs.get("distributed_config"))
     model_class: Any = architecture.model_class
+    seed = int(torch.randint(1 << 62, ()))
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
+    if info["missing_keys"]:
+        initialize_missing(model, info["missing_keys"], common_seed(seed))
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
         _untie(model.config)  # the files hold two different tensors, and they win

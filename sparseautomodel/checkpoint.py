@@ -137,6 +137,8 @@ class _FileTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         shape = self._file.entries[self._name]["shape"]
+        if isinstance(index, tuple) and index and _are_whole(index[1:], shape[1:]):
+            index = index[0]  # sharded loading gives a slice for each dimension
         if index is Ellipsis or index == slice(None):
             return self._file.read(self._name)
         if isinstance(index, slice) and shape and index.step in (None, 1):
@@ -144,6 +146,12 @@ class _FileTensor:
             return self._file.read(self._name, slice(start, max(start, stop)))
         with safe_open(self._file.path, framework="pt") as file:
             return file.get_slice(self._name)[index].clone()  # a column slice; cloned: the map is closed
+
+
+def _are_whole(index: tuple[Any, ...], shape: list[int]) -> bool:
+    return all(
+        isinstance(one, slice) and one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=False)
+    )
 
 
 class Reads:

@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseautomodel.architecture import expert_merges, merges_experts
+from sparseautomodel.distributed import plan_for_compressed, restore_plan
 from sparseautomodel.kernels.portable import (
     CompressedEmbedding,
     CompressedExperts,
@@ -100,12 +101,17 @@ class CompressedQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Scales are no parameters to train: no gradient reaches them."""
+        restore_plan(model.tp_plan)
         for module in model.modules():
             if isinstance(module, (CompressedLinear, CompressedEmbedding)):
                 for name, value in module.named_parameters(recurse=False):
                     value.requires_grad_(name == "bias")
         for name in self.quantization_config.cache:
             model.get_parameter(name).requires_grad_(False)
+
+    def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
+        """How several processes cut compressed layers. There is no plan of transformers for compressed experts."""
+        plan_for_compressed(model, plan)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Experts that stay compressed are not merged: their tensors go to the modules of the same names."""

@@ -34,9 +34,9 @@ def drawing(named: Mapping[str, Tensor], seed: int) -> Iterator[None]:
     `normal_`, `uniform_` and all of `torch.nn.init` on a tensor of `named`, or on a view of one, give the values that
     any other layout gives: a `DTensor` gets those of the elements that it holds, no others are drawn. Filling a tensor
     again repeats its values. Temporary tensors that are made after one of `named` are drawn for it. Other random
-    tensors (`torch.rand(n)` and the like) depend on the tensor that was filled last and on how many were drawn since. The state
-    of torch's own generators is neither used nor changed, nor the `generator` that a call gives. Only the calling
-    thread is affected.
+    tensors (`torch.rand(n)` and the like) depend on the tensor that was filled last and on how many were drawn since.
+    The state of torch's own generators is neither used nor changed, nor the `generator` that a call gives. Only the
+    calling thread is affected.
 
     Args:
         named: canonical name -> tensor with storage; of tensors that share their storage, the first name counts.
@@ -82,6 +82,8 @@ class _Drawing(TorchDispatchMode):
                 if all(_span(one.tensor) != _span(tensor) for one in entries):
                     entries.append(_Named(name, tensor))
         self._temporary: Any = WeakTensorKeyDictionary()
+        self._selected: Any = WeakTensorKeyDictionary()
+        """Copies that DTensor made where a view was asked for -> the tensor, the dimension and the index in it."""
         self._other = _Named("beside ", torch.empty(0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,6 +111,10 @@ class _Drawing(TorchDispatchMode):
         if owner is not None and func is torch.ops.aten.copy_.default:
             self._start(owner)
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.select.int and isinstance(first, DTensor) and owner is not None:
+            self._selected[result] = first, *args[1:]
+        if func in _CONSTANT and first in self._selected:
+            _fill_selected(*self._selected[first], *args[1:])
         if func in _INHERITING:
             for source in args:
                 self._inherit(result, source)
@@ -181,6 +187,13 @@ def _span(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     local = _local(tensor)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     return int(local.storage_offset()), extent if local.numel() else 0, tuple(local.shape), tuple(local.stride())
+
+
+def _fill_selected(tensor: DTensor, dim: int, index: int, value: float = 0.0) -> None:
+    """`tensor.select(dim, index).fill_(value)` on what this process holds; DTensor itself fills a copy."""
+    place = (_places(tensor)[dim] == index % tensor.shape[dim]).nonzero()
+    if len(place):
+        tensor._local_tensor.select(dim, int(place)).fill_(value)
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> tuple[float, float]:
@@ -343,6 +356,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 _FILLS = {torch.ops.aten.normal_.default: _normals, torch.ops.aten.uniform_.default: _uniforms}
+_CONSTANT = (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar)
 _FACTORIES = {
     torch.ops.aten.randn.default: _normals,
     torch.ops.aten.rand.default: _uniforms,

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from sparseautomodel.checkpoint import DTYPE_NAMES, LazyTensor, StoredTensor
+from sparseautomodel.checkpoint import DTYPE_NAMES, CheckpointError, LazyTensor, StoredTensor
+from sparseautomodel.shards import PATTERN, open_shards, shard_files
 from sparseautomodel.threads import SIDE_BY_SIDE
 
 SIDE_FILES = (
@@ -130,6 +131,27 @@ def write_tensors(
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
         index = {"metadata": {"total_size": total, "total_parameters": parameters}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
+
+
+def consolidate(
+    folder: str | os.PathLike[str], output: str | os.PathLike[str], max_shard_size: int | str = "5GB"
+) -> None:
+    """Write the checkpoint that stock tools read from what `save_pretrained(..., distributed_checkpoint=True)` wrote.
+
+    One process calls it. It holds a few tensors at a time and changes none; config.json and the tokenizer come along.
+    (What torch has for this fails for integers, which compressed layers are stored as.)
+
+    Raises:
+        CheckpointError: `folder` holds no distributed checkpoint, or not all of it.
+        FileExistsError: there is something in `output`.
+    """
+    if not shard_files(folder):
+        raise CheckpointError(f"{folder} holds no distributed checkpoint: it has no files {PATTERN}")
+    checkpoint = open_shards(folder)
+    with appear_when_complete(output, checkpoint.nbytes) as target:
+        write_tensors(checkpoint, target, parse_size(max_shard_size))
+        shutil.copyfile(Path(folder) / "config.json", target / "config.json")
+        copy_side_files(folder, target)
 
 
 def copy_side_files(source: str | os.PathLike[str], folder: Path, subfolder: str = "", **hub: Any) -> list[str]:

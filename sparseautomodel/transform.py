@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationStra
 from sparseautomodel.checkpoint import LazyTensor, StoredTensor
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer, Modifier, Weight
+from sparseautomodel.pieces import Pieces, Range, Window
 from sparseautomodel.threads import SIDE_BY_SIDE, torch_threads
 
 CHUNK_ELEMENTS = 1 << 19
@@ -84,8 +86,10 @@ class DerivedTensor(LazyTensor):
         self._work = work
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(self._work, Work):
+            return self._work.take(self.name, index)
         values = self._work.take(self.name)
-        return values if index is Ellipsis else values[index]
+        return values if index is Ellipsis else values[index].clone()  # a view would keep all of them
 
 
 def transform(
@@ -151,18 +155,60 @@ class Work:
         self._results: dict[str, torch.Tensor] | None = None
         self._shapes = {name: what for plan in plans for name, what in plan.outputs().items()}
         self._shapes |= {name: (tuple(sources[name].shape), sources[name].dtype) for name in kept}
+        self._pieces = self._cut()
 
     def outputs(self) -> dict[str, LazyTensor]:
         return {name: DerivedTensor(name, shape, dtype, self) for name, (shape, dtype) in self._shapes.items()}
 
-    def take(self, name: str) -> torch.Tensor:
-        """The result called `name`; the results are let go as they are taken."""
+    def take(self, name: str, index: Any = ...) -> torch.Tensor:
+        """The result called `name`, or a slice of it; the results are let go as they are taken."""
         with self._lock:
+            if self._pieces is not None:
+                return self._take_piece(self._pieces, name, index)
             if self._results is None or name not in self._results:
-                share = max(1, self._threads // SIDE_BY_SIDE)
-                with self._turn, torch_threads(share, self._threads), torch.no_grad():
-                    self._results = self._run()
-            return self._results.pop(name)
+                self._results = self._limited(self._run)
+            values = self._results.pop(name)
+            return values if index is Ellipsis else values[index].clone()
+
+    def _cut(self) -> Pieces | None:
+        """For a layer of whose result a part can be computed from a part of its weight alone."""
+        plan, sources = self._plans[0], list(self._sources.values())
+        layer, scheme = plan.layer, plan.scheme
+        spans = {"weight": (Fraction(1), Fraction(1))} if scheme is None else storage.spans(scheme)
+        spans = {part: both for part, both in spans.items() if part != "weight_shape"}
+        rows = [modifier.rows(layer) for modifier in plan.modifiers]
+        whole = layer.transposed or any(both[0] is None for both in spans.values()) or layer.shape[0] in rows
+        if len(self._plans) > 1 or self._kept or whole or not isinstance(sources[0], StoredTensor):
+            return None
+        columns = [modifier.columns(layer) for modifier in plan.modifiers]
+        units = math.lcm(*rows), layer.shape[1] if layer.shape[1] in columns else math.lcm(*columns)
+
+        def compute(rows: Range, columns: Range) -> dict[str, torch.Tensor]:
+            part = replace(plan, layer=replace(layer, shape=(rows[1] - rows[0], columns[1] - columns[0])))
+            window = Window(sources[0], rows, columns)
+            results = self._limited(Work([part], {plan.source: window}, [], self._device, self._turn)._run)
+            return {name.rpartition(".")[2]: values for name, values in results.items() if name in named}
+
+        named = {f"{layer.name}.{part}" for part in spans}
+        return Pieces(layer.shape, spans, units, compute)
+
+    def _take_piece(self, pieces: Pieces, name: str, index: Any) -> torch.Tensor:
+        part, (shape, dtype) = name.rpartition(".")[2], self._shapes[name]
+        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        if part == "weight_shape":
+            return torch.tensor(self._plans[0].layer.shape, device=self._device)[given or ...]
+        ranges = [one.indices(size)[:2] for one, size in zip(given, shape, strict=False)]
+        ranges += [(0, size) for size in shape[len(ranges) :]]
+        sizes = [max(0, stop - start) for start, stop in ranges]
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=dtype, device=self._device)
+        return pieces.take(part, *ranges)
+
+    def _limited(self, run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What `run` returns, with this work's share of the threads, when it is its turn."""
+        share = max(1, self._threads // SIDE_BY_SIDE)
+        with self._turn, torch_threads(share, self._threads), torch.no_grad():
+            return run()
 
     def _run(self) -> dict[str, torch.Tensor]:
         results = {
@@ -173,7 +219,7 @@ class Work:
             plans = [plan for plan in self._plans if plan.source == source]
             step = _rows_in_hand(plans, self._device)
             values = whole.get(source)
-            if values is None and (not isinstance(tensor, StoredTensor) or plans[0].layer.transposed):
+            if values is None and (not isinstance(tensor, (StoredTensor, Window)) or plans[0].layer.transposed):
                 values = tensor[...].to(self._device)
             if values is not None and plans[0].layer.transposed:
                 values = values.t().contiguous()

@@ -22,6 +22,7 @@ from sparseautomodel.buffers import meta_attributes
 from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from sparseautomodel.checks import fused_sets
 from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
+from sparseautomodel.distributed import local
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.layers import StoredLayers, attention_modules, cache_scales, quantization_of, stored_layers
 from sparseautomodel.masks import parse_structure, violations
@@ -147,6 +148,7 @@ def _belongs_to_a_head(architecture: Architecture, name: str) -> bool:
 def _verify_model(model: nn.Module) -> Verdict:
     problems = []
     tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    tensors = [(name, local(value)) for name, value in tensors]
     hollow = [name for name, value in tensors if value.is_meta] + [name for name, _ in meta_attributes(model)]
     offloaded = "disk" in set((getattr(model, "hf_device_map", None) or {}).values())
     if hollow and not offloaded:
@@ -169,14 +171,21 @@ def _scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         compressed = getattr(module, "quantization_scheme", None) is not None
         for name, value in module.named_parameters(path, recurse=False):
             if name.endswith("_scale") and (compressed or name in held):
-                yield name, value
+                yield name, local(value)
 
 
 def _overflows(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
     """Compressed layers whose largest number times their largest scale is beyond the dtype they are run in."""
     for path, module in model.named_modules():
         scheme, scale = getattr(module, "quantization_scheme", None), module._parameters.get("weight_scale")
-        if scheme is None or scale is None or scale.is_meta or scale.dtype not in (torch.float16, torch.bfloat16):
+        scale = None if scale is None else local(scale)
+        if (
+            scheme is None
+            or scale is None
+            or not scale.numel()
+            or scale.is_meta
+            or scale.dtype not in (torch.float16, torch.bfloat16)
+        ):
             continue
         limits = calculate_range(scheme.weights, scale.device)
         largest = max(abs(float(limit)) for limit in limits) * float(scale.detach().float().max())

@@ -160,6 +160,27 @@ def test_views_and_parts_have_the_values_of_their_places() -> None:
     assert torch.equal(tensor[:, 2:4], normal(1, "x", index)[:, 2:4])
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_a_row_is_filled_on_the_rank_that_holds_it(
+    fake_ranks: Callable[[int, int], None], placement: Placement
+) -> None:
+    """transformers zeroes the row of the padding token so, and DTensor fills a copy of it."""
+    held = []
+    for rank in range(2):
+        fake_ranks(rank, 2)
+        mesh = init_device_mesh("cpu", (2,))
+        shape = (2, 4) if placement.is_shard(0) else (4, 2) if placement.is_shard(1) else (4, 4)
+        part = DTensor.from_local(
+            torch.ones(shape), mesh, [placement], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+        )
+        with torch.no_grad(), drawing({"embed.weight": part}, 0):
+            nn.init.zeros_(part[3])
+        held.append(part._local_tensor)
+    dim = getattr(placement, "dim", None)
+    whole = held[0] if dim is None else torch.cat(held, dim)
+    assert torch.equal(whole, torch.tensor([[1.0]] * 3 + [[0.0]]).expand(4, 4))
+
+
 def test_a_tensor_in_a_shared_storage_and_a_tied_one() -> None:
     base = torch.empty(10, 6)
     upper, lower = base[:5], base[5:]

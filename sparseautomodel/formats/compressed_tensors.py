@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -73,6 +74,32 @@ def layout(
     if args.strategy == "tensor_group":
         tensors["weight_global_scale"] = (1,), torch.float32
     return tensors | _input_layout(scheme.input_activations, dtype)
+
+
+def spans(scheme: QuantizationScheme) -> dict[str, tuple[Fraction | None, Fraction | None]]:
+    """How many rows and columns of the matrix one index of each stored tensor stands for, where these follow it.
+
+    A tensor whose dimension does not follow the matrix (`weight_shape`, the scale of a whole row) has None there.
+    """
+    name, args = format_of(scheme), scheme.weights
+    one, bits = Fraction(1), args.num_bits
+    if args.strategy == "tensor":
+        grid: tuple[Fraction | None, Fraction | None] = (None, None)
+    elif args.strategy == "channel":
+        grid = one, None
+    elif args.strategy == "block":
+        grid = Fraction(args.block_structure[0]), Fraction(args.block_structure[1])
+    else:
+        grid = one, Fraction(args.group_size)
+    zeros = grid
+    if name == "pack-quantized":
+        weight = one, Fraction(32, bits)
+        zeros = (Fraction(32, bits), grid[1]) if args.strategy in ("group", "channel") else grid
+    else:
+        weight = one, Fraction(8, bits) if _is_packed(name) else one
+    found = {_weight_name(name): weight, "weight_scale": grid, "weight_zero_point": zeros}
+    stored = layout(scheme, (1, args.group_size if args.group_size and args.group_size > 0 else 1), torch.bfloat16)
+    return {part: found.get(part, (None, None)) for part in stored}
 
 
 def nbytes(scheme: QuantizationScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from sparseautomodel.formats import compressed_tensors as storage
@@ -217,7 +218,8 @@ def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 def _weight(module: Any, shape: tuple[int, int]) -> torch.Tensor:
     if any(module._parameters[name].is_meta for name in module.parts):  # loaders look at it before there are values
-        return torch.empty(shape, dtype=module.dtype, device="meta")
+        stored = module._parameters.get("weight")
+        return stored if isinstance(stored, DTensor) else torch.empty(shape, dtype=module.dtype, device="meta")
     values = dequantize(module)
     values._is_hf_initialized = True  # type: ignore[attr-defined]
     return values

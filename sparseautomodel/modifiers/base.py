@@ -174,6 +174,10 @@ class Modifier:
         """How many rows must be seen together: 1 when each row stands alone, `layer.shape[0]` when all are needed."""
         return 1
 
+    def columns(self, layer: Layer) -> int:
+        """How many columns must be seen together, counted from the first: `layer.shape[1]` when all are needed."""
+        return layer.shape[1]
+
     def apply(self, weight: Weight) -> None:
         """Change `weight` in place."""
         raise NotImplementedError(f"{type(self).__name__} has no data-free form")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparseautomodel.modifiers.base import Modifier, Weight
+from sparseautomodel.modifiers.base import Layer, Modifier, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +13,9 @@ class ConstantPruningModifier(Modifier):
 
     Changes no value. Stands first in the recipe of a checkpoint that was pruned before.
     """
+
+    def columns(self, layer: Layer) -> int:
+        return 1
 
     def apply(self, weight: Weight) -> None:
         weight.prune(weight.values != 0)

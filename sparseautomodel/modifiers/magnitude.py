@@ -72,6 +72,9 @@ class MagnitudePruningModifier(SparsityKeys):
     def rows(self, layer: Layer) -> int:
         return 1 if self.apply_globally else super().rows(layer)
 
+    def columns(self, layer: Layer) -> int:
+        return 1 if self.apply_globally else super().columns(layer)
+
     def apply(self, weight: Weight) -> None:
         if not self.apply_globally:
             weight.prune(prune_mask(weight.values, self.sparsity, self.structure))

@@ -142,6 +142,12 @@ class SchemeKeys(Modifier, registered=False):
             return args.block_structure[0]
         return layer.shape[0] if args.strategy in ("tensor", "tensor_group") else 1
 
+    def columns(self, layer: Layer) -> int:
+        args = self.weights_of(layer) if self._groups else None
+        if args is not None and args.strategy == "group":
+            return args.group_size
+        return args.block_structure[1] if args is not None and args.strategy == "block" else super().columns(layer)
+
     def global_scale(self, layer: Layer, values: Sequence[Tensor]) -> Tensor | None:
         """The `[1]` float32 scale that NVFP4 layers share which a server runs as one (q/k/v, gate/up).
 

@@ -48,6 +48,9 @@ class SparsityKeys(Modifier, registered=False):
     def rows(self, layer: Layer) -> int:
         return layer.shape[0] if self.structure is None else 1
 
+    def columns(self, layer: Layer) -> int:
+        return layer.shape[1] if self.structure is None else self.structure[1]
+
     def _parsed(self) -> tuple[int, int] | None:
         try:
             return parse_structure(self.mask_structure)

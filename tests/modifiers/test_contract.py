@@ -160,6 +160,21 @@ def test_rows_say_how_finely_the_layer_may_be_cut(name: str, keys: dict[str, Any
             assert torch.equal(torch.cat([part[field] for part in parts]), tensor), field
 
 
+@data_free
+def test_columns_say_how_finely_too(name: str, keys: dict[str, Any]) -> None:
+    """Each run of so many columns alone gives what it gets in the whole layer."""
+    modifier = _ready(name, keys)
+    step = modifier.columns(LAYER)
+    assert 1 <= step <= LAYER.shape[1]
+    whole = _tensors(_apply(modifier, _values()))
+    parts = [_tensors(_apply(modifier, part.contiguous())) for part in _values().split(step, 1)]
+    for field, tensor in whole.items():
+        if tensor.numel() == 1:
+            assert all(torch.equal(part[field].reshape(()), tensor.reshape(())) for part in parts), field
+        else:
+            assert torch.equal(torch.cat([part[field] for part in parts], 1), tensor), field
+
+
 @every
 def test_exact_zeros_stay_exact_zeros(name: str, keys: dict[str, Any]) -> None:
     before = _values()
