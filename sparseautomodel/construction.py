@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from sparseautomodel.frames import arguments, constructors, in_contract
-from sparseautomodel.poison import poison
+from sparseautomodel.numbers import poison
 from sparseautomodel.random_values import drawing
 
 ATTRIBUTE = "_construction"
@@ -140,7 +140,7 @@ class Construction(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if self.empty and getattr(func, "__module__", None) == "torch.nn.init":
-            tensor = kwargs.get("tensor", args[0] if args else None)
+            tensor: Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if tensor.is_meta:
                 self._append(func, args, kwargs, None, (tensor,))
                 return tensor
@@ -244,9 +244,10 @@ class Construction(TorchFunctionMode):
 
     def _append(self, *call: Any) -> None:
         """The objects of the module get values in time: what is noted are others, in the same place."""
-        *call, written = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, call)
-        maker = next((weakref.ref(module) for _, module in constructors(sys._getframe())), None)
-        self.calls.append(_Call(*call, written, not written or in_contract(sys._getframe()), maker))
+        func, args, kwargs, result, written = tree_map(_alias, call)
+        frame = sys._getframe()
+        maker = next((weakref.ref(module) for _, module in constructors(frame)), None)
+        self.calls.append(_Call(func, args, kwargs, result, written, not written or in_contract(frame), maker))
 
     def _mark(self) -> None:
         """Let the modules whose constructors are running know of this construction."""
@@ -336,6 +337,10 @@ def _run(call: _Call, known: dict[Any, Tensor], hollow: set[int]) -> None:
             hollow.add(_storage(real))
     for meta in call.written:
         hollow.discard(_storage(known[_place(meta)]))
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _real(value: Any, known: Mapping[Any, Tensor]) -> Any:

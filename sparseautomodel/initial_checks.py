@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
-from sparseautomodel.poison import poisoned
+from sparseautomodel.buffers import meta_attributes
+from sparseautomodel.numbers import is_finite, poisoned, spread
 from sparseautomodel.writes import local
 
 _DRAWN = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
@@ -17,49 +21,55 @@ _DRAWN = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 def check_initial(
     module: nn.Module,
+    offloaded: bool = False,
+    *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     optimizer: Optimizer | None = None,
 ) -> list[str]:
-    """What is wrong with a module that was initialized or loaded, beside what has no values or is not finite.
+    """What is wrong with the tensors of a module that was initialized or loaded.
 
     Args:
+        offloaded: tensors on the meta device are on disk.
         dtype: of all floating parameters; None: any.
         device: of all parameters and buffers; None: any.
         optimizer: it must hold parameters of `module`, and none on the meta device.
     """
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    every = parameters | buffers
+    hollow = [name for name, value in every.items() if value.is_meta]
+    hollow += [name for name, _ in meta_attributes(module)]
     problems = []
-    never = never_written(module)
+    if hollow and not offloaded:
+        problems.append(
+            f"on the meta device, without values: {listed(hollow)}. Load them or call materialize(model); until then a "
+            "forward computes nothing"
+        )
+    never = {name: count for name, value in every.items() if not value.is_meta and (count := poisoned(local(value)))}
     if never:
         problems.append(f"never written: {listed(never)}. {WRITE_THEM}")
+    bad = [name for name, value in parameters.items() if not value.is_meta and not is_finite(local(value))]
+    bad += [name for name, value in buffers.items() if not value.is_meta and math.isnan(spread(local(value))[0])]
+    bad = [name for name in bad if name not in never]
+    if bad:
+        problems.append(f"not finite: {listed(bad)}")
     flat = _constant_weights(module)
     if flat:
         problems.append(
             f"constant, as memory that nothing was written to: {listed(flat)}. Call materialize(model) on the model "
             "while it is on the meta device, instead of to_empty, or load a checkpoint"
         )
+    problems += list(_broken_ties(module))
     if dtype is not None:
-        problems += wrong_dtype(
-            {name: (one, dtype) for name, one in module.named_parameters() if one.is_floating_point()}
-        )
+        problems += wrong_dtype({name: (one, dtype) for name, one in parameters.items() if one.is_floating_point()})
     if device is not None:
-        problems += wrong_device({name: one for name, one in _tensors(module)}, torch.device(device))
+        problems += wrong_device(every, torch.device(device))
     if optimizer is not None:
         problems += _check_optimizer(optimizer, module)
     return problems
 
 
 WRITE_THEM = "Write them in the module's reset_parameters, or load a checkpoint that has them"
-
-
-def never_written(module: nn.Module) -> list[str]:
-    """Tensors of which some elements hold what `materialize` puts into memory before it is written."""
-    found = []
-    for name, value in _tensors(module):
-        count = 0 if value.is_meta else poisoned(local(value))
-        if count:
-            found.append(name if count == local(value).numel() else f"{name} ({count} elements of it)")
-    return found
 
 
 def wrong_dtype(found: Mapping[str, tuple[Tensor, torch.dtype]]) -> list[str]:
@@ -81,20 +91,30 @@ def wrong_device(found: Mapping[str, Tensor], device: torch.device) -> list[str]
     )
 
 
-def spread(value: Tensor) -> tuple[float, float]:
-    """Smallest and largest number of a tensor, or of the part of it that is here; both NaN where there is a NaN."""
-    here = local(value.detach())
-    if here.dtype.itemsize == 1 and here.is_floating_point():
-        here = here.float()
-    if not here.numel() or here.dtype == torch.bool or here.is_complex():
-        return 0.0, 1.0
-    low, high = torch.aminmax(here)
-    return float(low), float(high)
-
-
 def listed(names: Iterable[str]) -> str:
-    """All the names: an error that leaves some out has to be met again."""
-    return ", ".join(names)
+    """All the names: an error that leaves some out has to be met again. Those that differ in their first number alone
+    are written together: `layers.{0-3}.weight`."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = re.match(r"(.*?(?:^|\.))(\d+)((?:\.|$).*)", name)
+        groups.setdefault((match[1], match[3]) if match else (name, ""), []).extend([int(match[2])] if match else [])
+    return ", ".join(before + _numbers(numbers) + after for (before, after), numbers in groups.items())
+
+
+def _numbers(numbers: list[int]) -> str:
+    if len(numbers) < 2:
+        return "".join(map(str, numbers))
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2
+    return "{" + (f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))) + "}"
+
+
+def _broken_ties(model: nn.Module) -> Iterator[str]:
+    if not isinstance(model, PreTrainedModel):
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target in parameters and source in parameters and parameters[target] is not parameters[source]:
+            yield f"{target} and {source} are tied by the config but are two tensors: call model.tie_weights()"
 
 
 def _constant_weights(module: nn.Module) -> list[str]:
@@ -108,7 +128,7 @@ def _constant_weights(module: nn.Module) -> list[str]:
         if weight is None or weight.is_meta or not weight.is_floating_point() or local(weight).numel() < 4:
             continue
         drawn += 1
-        low, high = spread(weight)
+        low, high = spread(local(weight))
         if low == high:
             constant.append(f"{path}.weight".removeprefix("."))
             odd += constant[-1:] if low else []
@@ -131,8 +151,3 @@ def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> list[str]:
         f"{type(optimizer).__name__} holds parameters that the model does not have: {listed(foreign)}. {after}"
     ]
     return problems[: bool(hollow)] + problems[1 : 1 + bool(foreign)]
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()

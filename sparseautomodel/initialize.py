@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from sparseautomodel.construction import Construction, constructions, forget, rebuilt
 from sparseautomodel.contracts import Part, parts
-from sparseautomodel.initial_checks import WRITE_THEM, listed, spread, wrong_device, wrong_dtype
-from sparseautomodel.poison import poison, poisoned
+from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
+from sparseautomodel.numbers import poison, poisoned, spread
 from sparseautomodel.random_values import drawing
 from sparseautomodel.writes import Writes, local
 
@@ -331,7 +331,7 @@ def _check(module: nn.Module, tensors: list[_Empty], writes: Writes) -> None:
         if value is one.tensor and (writes.lacks(value) or poisoned(local(value))):
             never.append(f"{one.name} of {type(one.owner).__name__}")
         elif value.is_floating_point() and not value.is_meta:
-            low, high = spread(value)
+            low, high = spread(local(value))
             finite = math.isfinite(low) and math.isfinite(high)
             odd += [] if finite or (low <= high and not one.is_parameter) else [one.name]
             constant += [one.name] if low == high and value.numel() >= 4 and writes.drawn(value) else []

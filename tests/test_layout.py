@@ -25,13 +25,13 @@ ROWS = (
     ("solving",),
     ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
     ("plan",),
-    ("arguments", "checks", "kv_cache"),
+    ("arguments", "checks", "kv_cache", "from_scratch"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize"),
-    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "distributed"),
-    ("recipe_text", "callbacks", "forwards", "pieces", "shards", "buffers", "kernels"),
+    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "distributed", "initial_checks"),
+    ("recipe_text", "callbacks", "forwards", "pieces", "shards", "buffers", "kernels", "construction", "contracts"),
     ("modifiers", "formats", "checkpoint"),
     ("columns", "random_values"),
-    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads", "numbers", "writes", "frames"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
@@ -41,7 +41,7 @@ PUBLIC = {
     *(f"Sparse{name}" for name in dir(transformers) if name.startswith("AutoModelFor")),
     *("Recipe", "load_blocks", "init_module", "materialize", "oneshot", "plan", "verify"),
 }
-NOT_YET = {"load_blocks", "init_module", "materialize"}
+NOT_YET = {"load_blocks"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [
