@@ -41,10 +41,7 @@ def check_initial(
     hollow += [name for name, _ in meta_attributes(module)]
     problems = []
     if hollow and not offloaded:
-        problems.append(
-            f"on the meta device, without values: {listed(hollow)}. Load them or call materialize(model); until then a "
-            "forward computes nothing"
-        )
+        problems.append(f"on the meta device, without values: {listed(hollow)}. Load them or call materialize(model)")
     never = {name: count for name, value in every.items() if not value.is_meta and (count := poisoned(local(value)))}
     if never:
         problems.append(f"never written: {listed(never)}. {WRITE_THEM}")

@@ -31,7 +31,21 @@ ROWS = (
     ("recipe_text", "callbacks", "forwards", "pieces", "shards", "buffers", "kernels", "construction", "contracts"),
     ("modifiers", "formats", "checkpoint"),
     ("columns", "random_values"),
-    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads", "numbers", "writes", "frames"),
+    (
+        "charts",
+        "masks",
+        "ranges",
+        "rows",
+        "scales",
+        "sets",
+        "smoothing",
+        "spill",
+        "statistics",
+        "threads",
+        "numbers",
+        "writes",
+        "frames",
+    ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
