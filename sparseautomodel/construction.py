@@ -245,9 +245,10 @@ class Construction(TorchFunctionMode):
     def _append(self, *call: Any) -> None:
         """The objects of the module get values in time: what is noted are others, in the same place."""
         func, args, kwargs, result, written = tree_map(_alias, call)
-        frame = sys._getframe()
-        maker = next((weakref.ref(module) for _, module in constructors(frame)), None)
-        self.calls.append(_Call(func, args, kwargs, result, written, not written or in_contract(frame), maker))
+        # The frame is in no variable: it would hold itself, and with it every tensor in it.
+        maker = next((weakref.ref(module) for _, module in constructors(sys._getframe())), None)
+        contract = not written or in_contract(sys._getframe())
+        self.calls.append(_Call(func, args, kwargs, result, written, contract, maker))
 
     def _mark(self) -> None:
         """Let the modules whose constructors are running know of this construction."""

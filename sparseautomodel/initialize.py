@@ -82,7 +82,8 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
     Parameters are initialized by `_init_weights` of the model of transformers that they are in, else by the module's
     own `init_weights`, `reset_parameters` or `_reset_parameters`. Buffers, and tensors that are plain attributes, get
     what the constructor computed: noted while it ran under `init_module`, else by building that module once more.
-    Objects stay the same, so that ties, and optimizers that hold the parameters, stay whole.
+    Objects stay the same, so that optimizers that hold the parameters stay whole; those of which somebody keeps a view
+    are replaced. Ties stay ties.
 
     Args:
         device: where the values go; the device given to `init_module`, else the CPU. What is sharded goes where its
@@ -276,7 +277,13 @@ def _allocate(tensors: list[_Empty], device: torch.device) -> None:
         if isinstance(one.tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=one.tensor.requires_grad)
         vars(value).update({key: kept for key, kept in vars(one.tensor).items() if key != "_is_hf_initialized"})
-        torch.utils.swap_tensors(one.tensor, value)
+        try:
+            torch.utils.swap_tensors(one.tensor, value)
+        except RuntimeError:  # a view of it, or a weak reference to it, is kept somewhere
+            for owner, key in one.owners:
+                held = next(held for held in (owner._parameters, owner._buffers, vars(owner)) if key in held)
+                held[key] = value
+            one.tensor = value
 
 
 def _replayed(built: Sequence[Construction], meta: Tensor, seed: int, name: str) -> Tensor | None:
