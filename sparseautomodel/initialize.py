@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sparseautomodel.construction import Construction, constructions, forget, rebuilt
 from sparseautomodel.contracts import Part, parts
+from sparseautomodel.distributed import common_seed
 from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
 from sparseautomodel.numbers import poison, poisoned, spread
 from sparseautomodel.random_values import drawing
@@ -121,7 +122,7 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
         _shard(module, mesh)
     tensors = _empty_tensors(module)
     if tensors:
-        seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        seed = common_seed(int(torch.randint(2**62, ()).item())) if seed is None else seed
         with torch.no_grad():
             _fill(module, every, tensors, built, torch.device(device), seed)
     for one in module.modules():
