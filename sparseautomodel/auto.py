@@ -168,7 +168,9 @@ class SparseAutoModel:
         if recipe is None:
             return build(cls.auto_class, config, seed, distributed_config, kwargs)
         recipe = Recipe.load(recipe)
-        dense = build(cls.auto_class, config, seed if seed is None else common_seed(seed), None, kwargs)
+        if seed is None and distributed_config is not None:
+            seed = common_seed(int(torch.randint(1 << 62, ())))
+        dense = build(cls.auto_class, config, seed, None, kwargs)
         with BUILDING:
             checkpoint, trust = as_checkpoint(dense), kwargs.get("trust_remote_code")
             architecture = read_architecture(cls.auto_class, dense.config, checkpoint, trust_remote_code=trust)

@@ -32,7 +32,8 @@ def build(
     if place.type == "meta":
         return model
     if seed is None:
-        seed = common_seed(int(torch.randint(2**62, ()).item()))
+        drawn = int(torch.randint(2**62, ()).item())
+        seed = drawn if distributed_config is None else common_seed(drawn)
     materialize(model, place, seed)
     return model
 

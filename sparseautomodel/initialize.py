@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,11 +118,15 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
     _tie(module)
     _check_contracts(every)
     mesh = next((one.mesh for one in built if one.mesh is not None), None)
-    if mesh is not None:
-        _shard(module, mesh)
     tensors = _empty_tensors(module)
+    if mesh is not None and tensors:
+        origins = {one.name: one.origin for one in tensors}
+        _shard(module, mesh)
+        tensors = [replace(one, origin=origins[one.name]) for one in _empty_tensors(module)]
     if tensors:
-        seed = common_seed(int(torch.randint(2**62, ()).item())) if seed is None else seed
+        if seed is None:
+            drawn = int(torch.randint(2**62, ()).item())
+            seed = common_seed(drawn) if any(isinstance(one.tensor, DTensor) for one in tensors) else drawn
         with torch.no_grad():
             _fill(module, every, tensors, built, torch.device(device), seed)
     for one in module.modules():
@@ -139,6 +143,9 @@ class _Empty:
     """Modules that have it, and what they call it; where it is tied, the first is the one that initializes it."""
     is_parameter: bool
     meta: Tensor
+    """The part of it that is here."""
+    origin: Tensor
+    """What the constructor made: the whole."""
     dtype: torch.dtype
     names: list[str] = field(default_factory=list)
     value: Tensor | None = None
@@ -160,7 +167,7 @@ def _empty_tensors(module: nn.Module) -> list[_Empty]:
         for path, one in module.named_modules(remove_duplicate=False):
             for key, value in getattr(one, kind).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), value.dtype)
+                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), value.detach(), value.dtype)
                     entry = found.setdefault(id(value), entry)
                     entry.names.append(f"{path}.{key}".removeprefix("."))
                     if all((one, key) != place for place in entry.owners):
@@ -176,7 +183,7 @@ def _drawn_once(tensors: list[_Empty], built: Sequence[Construction]) -> Iterato
     """
     tied = [one for one in tensors if one.is_parameter and len(one.owners) > 1]
     for one in tied:
-        makers = [each.maker(one.meta) for each in built]
+        makers = [each.maker(one.origin) for each in built]
         one.owners.sort(key=lambda place: all(place[0] is not maker for maker in makers))
         for owner, key in one.owners[1:]:
             owner._parameters[key] = nn.Parameter(torch.empty_like(one.meta), requires_grad=False)
@@ -236,7 +243,7 @@ def _fill(
     kept = [value for value in (*module.parameters(), *module.buffers()) if not value.is_meta]
     for one in tensors:
         if not one.is_parameter:
-            one.value = _replayed(built, one.meta, seed, one.name)
+            one.value = _replayed(built, one.origin, seed, one.name)
     _allocate(tensors, device)
     writes = Writes([one.tensor for one in tensors], kept)
     for one in tensors:
@@ -253,10 +260,10 @@ def _fill(
     owners = {id(part.module): part.owner for part in every}
     for one in tensors:
         changed = one.is_parameter and owners[id(one.owner)] is None
-        if changed and any(each.changed_outside(one.meta) for each in built):
-            _put(one, _replayed(built, one.meta, seed, one.name), writes)
+        if changed and any(each.changed_outside(one.origin) for each in built):
+            _put(one, _replayed(built, one.origin, seed, one.name), writes)
         if writes.lacks(one.tensor):
-            value = _replayed(built, one.meta, seed, one.name)
+            value = _replayed(built, one.origin, seed, one.name)
             _put(one, _rebuilt(one, owners[id(one.owner)], seed) if value is None else value, writes)
     _check(module, tensors, writes)
 
@@ -312,7 +319,7 @@ def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | 
         again = getattr(found[0].get_submodule(path), key)
     except AttributeError:  # put there after construction
         return None
-    if not isinstance(again, Tensor) or again.shape != one.meta.shape:
+    if not isinstance(again, Tensor) or again.shape != one.origin.shape:
         return None
     return _replayed([found[1]], again, seed, one.name) if again.is_meta else again
 
