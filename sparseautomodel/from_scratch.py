@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_tie_weights
 
 from sparseautomodel.architecture import BUILDING
 from sparseautomodel.checkpoint import Checkpoint, Reads, StoredTensor
@@ -24,7 +26,9 @@ def build(
     around the call; on the meta device it stays empty.
     """
     place = torch.empty(0).device
-    with BUILDING, init_module(empty_weights=True):
+    # What is shared is tied afterwards, as transformers' own load does it.
+    ties = contextlib.nullcontext() if distributed_config is None else no_tie_weights()
+    with BUILDING, ties, init_module(empty_weights=True):
         model: PreTrainedModel = auto_class.from_config(copy.deepcopy(config), **kwargs)
     if distributed_config is not None:
         distribute(model, distributed_config)
