@@ -289,7 +289,9 @@ def _allocate(tensors: list[_Empty], device: torch.device) -> None:
             torch.utils.swap_tensors(one.tensor, value)
         except RuntimeError:  # a view of it, or a weak reference to it, is kept somewhere
             for owner, key in one.owners:
-                held = next(held for held in (owner._parameters, owner._buffers, vars(owner)) if key in held)
+                held: dict[str, Any] = next(
+                    each for each in (owner._parameters, owner._buffers, vars(owner)) if key in each
+                )
                 held[key] = value
             one.tensor = value
 
