@@ -32,7 +32,8 @@ from sparseautomodel.arguments import (
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.compressed_layers import kernels_of, settle
-from sparseautomodel.distributed import common_seed, config_for_compressed, initialize_missing, rank_device
+from sparseautomodel.distributed import common_seed, config_for_compressed, initialize_missing, is_shared, rank_device
+from sparseautomodel.from_scratch import as_checkpoint, build
 from sparseautomodel.layers import attention_modules, cache_scales, quantization_of
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
@@ -142,6 +143,60 @@ class SparseAutoModel:
         model.load_report = replace(report, cache=nbytes_a_token(model))
         return (model, info) if kwargs.get("output_loading_info") else model
 
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        recipe: Any = None,
+        seed: int | None = None,
+        distributed_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A new model with initial values, in train mode as transformers leaves it.
+
+        Args:
+            recipe: as for `from_pretrained`; the result is what saving the new dense model and loading it with the
+                recipe gives. The dense model is in memory meanwhile.
+            seed: each value depends on it, on the parameter's name and the element's place alone, the same on any mesh;
+                torch's random state is not used. None draws the seed from torch's random state.
+            distributed_config: transformers' own; each process holds, and draws, its part of the model. With a recipe
+                each draws the whole model first.
+            kwargs: all that `AutoModelFor*.from_config` takes, passed on unchanged.
+
+        Raises:
+            InitializationError: naming all parameters that did not get a value.
+            RecipeError, PlanError: the recipe does not fit the model.
+
+        >>> model = SparseAutoModelForCausalLM.from_config(config, recipe="w4a16", seed=0)  # doctest: +SKIP
+        """
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                "config.quantization_config says that weights are compressed, and a new model has none yet. Delete it, "
+                "and say how to compress: from_config(config, recipe=...)"
+            )
+        if recipe is None:
+            return build(cls.auto_class, config, seed, distributed_config, kwargs)
+        recipe = Recipe.load(recipe)
+        if seed is None and distributed_config is not None:
+            seed = common_seed(int(torch.randint(1 << 62, ())))
+        dense = build(cls.auto_class, config, seed, None, kwargs)
+        with BUILDING:
+            checkpoint, trust = as_checkpoint(dense), kwargs.get("trust_remote_code")
+            architecture = read_architecture(cls.auto_class, dense.config, checkpoint, trust_remote_code=trust)
+            plan = make_plan(type(dense).__name__, checkpoint, architecture, recipe, with_data=False)
+            plan.raise_for_errors()
+            for text in plan.warnings:
+                warnings.warn(text, stacklevel=2)
+            options = {"device_map": {"": dense.device}, "distributed_config": distributed_config, **kwargs}
+            options |= {"dtype": dense.dtype, "local_files_only": True}
+            if distributed_config is not None:
+                del options["device_map"]
+            model, info = _load(plan.source, (), checkpoint, architecture, plan, "auto", options)
+            restore_buffers(model)
+        model.config.name_or_path = model.name_or_path = config.name_or_path
+        _report(check_loading(checkpoint, architecture, plan, info) + list(verify(model).problems), True, plan.source)
+        return model.train()
+
 
 def _load(
     name_or_path: str | os.PathLike[str],
@@ -190,13 +245,12 @@ def _load(
         options["quantization_config"] = CompressedConfig(written, modules, held)
         options["distributed_config"] = config_for_compressed(kwargs.get("distributed_config"))
     model_class: Any = architecture.model_class
-    state = torch.get_rng_state()
+    seed = int(torch.randint(1 << 62, (), generator=torch.default_generator.clone_state()))  # draws nothing
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
     if info["missing_keys"]:
-        torch.set_rng_state(state)  # what transformers drew for them depends on the layout
-        initialize_missing(model, info["missing_keys"], common_seed(model, int(torch.randint(1 << 62, ()))))
+        initialize_missing(model, info["missing_keys"], common_seed(seed) if is_shared(model) else seed)
     if rotations is not None:
         values = {name: tensor[...] for name, tensor in matrices.items()}
         (rotate if online else fold)(model, rotations, values)

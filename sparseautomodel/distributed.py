@@ -63,13 +63,18 @@ def initialize_missing(model: PreTrainedModel, names: Collection[str], seed: int
             model.initialize_weights()
 
 
-def common_seed(model: PreTrainedModel, seed: int) -> int:
-    """The seed of the first of the processes that share `model`, for all of them."""
-    if getattr(model, "_mesh_manager", None) is None:
-        return seed  # each process has a model of its own, or only one of them loads
+def common_seed(seed: int) -> int:
+    """The seed of the first process, for all that share a model: each of them has to call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return seed
     box = [seed]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def is_shared(model: PreTrainedModel) -> bool:
+    """Whether processes share `model`. Else each has one of its own, or only one of them loads."""
+    return getattr(model, "_mesh_manager", None) is not None
 
 
 def rank_device(config: DistributedConfig | dict[str, Any] | None) -> torch.device | None:

@@ -14,36 +14,26 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_range
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
-from sparseautomodel.buffers import meta_attributes
 from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from sparseautomodel.checks import fused_sets
 from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
 from sparseautomodel.compressed_layers import CompressedLinear
 from sparseautomodel.distributed import local
 from sparseautomodel.formats import compressed_tensors as storage
+from sparseautomodel.initial_checks import check_initial, listed
 from sparseautomodel.layers import StoredLayers, attention_modules, cache_scales, quantization_of, stored_layers
 from sparseautomodel.masks import parse_structure, violations
 from sparseautomodel.modifiers import Layer
+from sparseautomodel.numbers import CHUNK_NUMBERS, LIMITS, is_finite
 from sparseautomodel.plan import Plan
 from sparseautomodel.rotations import rotation_tensors, rotations_of
 from sparseautomodel.threads import torch_threads
 
 REPORT_NAME = "compression_report.json"
-CHUNK_NUMBERS = 1 << 20
-"""Numbers looked at at a time, so that a check needs no memory to speak of."""
-
-LIMITS = {  # dtype -> (integer view, mask of the magnitude, smallest pattern that is not finite)
-    torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
-    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
-    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
-    torch.float8_e4m3fn: (torch.int8, 0x7F, 0x7F),
-    torch.float8_e5m2: (torch.int8, 0x7F, 0x7C),
-}
 
 
 class VerificationError(ValueError):
@@ -80,19 +70,21 @@ class Verdict:
 def verify(model_or_path: Any, against: str | os.PathLike[str] | None = None, **kwargs: Any) -> Verdict:
     """Whether a model in memory, or a checkpoint on disk, holds what it should.
 
-    A model: nothing on the meta device, every number finite, every scale positive, ties one object. A checkpoint: files
+    A model, any `nn.Module`: nothing on the meta device or never written, every number finite (buffers may hold
+    infinities), matrices that are drawn not constant, every scale positive, ties one object. A checkpoint: files
     and index whole, every tensor known to the model and every parameter filled, compressed layers complete, scales
     finite and positive, the config accepted by the stock parser, the zeros of the recipe where the report says so.
 
     Args:
         against: the checkpoint it was made from: what was zero must be zero, what the recipe left alone unchanged.
-        kwargs: trust_remote_code, subfolder, revision, ... for a checkpoint.
+        kwargs: trust_remote_code, subfolder, revision, ... for a checkpoint; for a model `dtype` of its parameters,
+            `device` of all its tensors, and an `optimizer`, which must hold its parameters and none without values.
 
     >>> verify("compressed-folder", against="dense-folder").raise_for_problems()  # doctest: +SKIP
     """
     with torch_threads(1, torch.get_num_threads()), torch.no_grad():  # the operations are many and small
         if isinstance(model_or_path, nn.Module):
-            return _verify_model(model_or_path)
+            return _verify_model(model_or_path, **kwargs)
         return _verify_files(model_or_path, against, **kwargs)
 
 
@@ -147,22 +139,14 @@ def _belongs_to_a_head(architecture: Architecture, name: str) -> bool:
     return of_another and top not in known and not name.startswith(f"{prefix}.")
 
 
-def _verify_model(model: nn.Module) -> Verdict:
-    problems = []
-    tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
-    tensors = [(name, local(value)) for name, value in tensors]
-    hollow = [name for name, value in tensors if value.is_meta] + [name for name, _ in meta_attributes(model)]
+def _verify_model(model: nn.Module, **expected: Any) -> Verdict:
+    tensors = [(name, local(value)) for name, value in (*model.named_parameters(), *model.named_buffers())]
     offloaded = "disk" in set((getattr(model, "hf_device_map", None) or {}).values())
-    if hollow and not offloaded:
-        problems.append(f"on the meta device, without values: {few(hollow)}. Load them or call materialize(model)")
-    bad = [name for name, value in tensors if not value.is_meta and not is_finite(value)]
-    if bad:
-        problems.append(f"not finite: {few(bad)}")
+    problems = check_initial(model, offloaded, **expected)
     scales = [name for name, value in _scales(model) if not value.is_meta and not is_positive(value)]
     if scales:
-        problems.append(f"scales that are not above zero: {few(scales)}")
+        problems.append(f"scales that are not above zero: {listed(scales)}")
     problems += [f"{name} overflows {dtype}: load it as bfloat16 or float32" for name, dtype in _overflows(model)]
-    problems += [f"{one} and {other} are tied by the config but are two tensors" for one, other in _broken_ties(model)]
     return Verdict(type(model).__name__, tuple(problems), len(tensors))
 
 
@@ -193,15 +177,6 @@ def _overflows(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
         largest = max(abs(float(limit)) for limit in limits) * float(scale.detach().float().max())
         if largest > torch.finfo(scale.dtype).max:
             yield f"{path}.weight", scale.dtype
-
-
-def _broken_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
-    if not isinstance(model, PreTrainedModel):
-        return
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if target in parameters and source in parameters and parameters[target] is not parameters[source]:
-            yield target, source
 
 
 def _verify_files(path: str | os.PathLike[str], against: str | os.PathLike[str] | None, **kwargs: Any) -> Verdict:
@@ -366,15 +341,6 @@ def dense_pieces(layer: Layer, checkpoint: Mapping[str, LazyTensor], stored: Sto
     parts = {name.rpartition(".")[2]: checkpoint[name][...] for name in _owned(layer.name, checkpoint)}
     for start in range(0, rows, step):
         yield storage.decode(parts, scheme, slice(start, min(start + step, rows)), dtype=layer.dtype)
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether every number is finite; tensors of integers are. Needs no temporary larger than a chunk."""
-    if values.dtype not in LIMITS or not values.numel():
-        return True
-    integer, mask, limit = LIMITS[values.dtype]
-    flat = values.detach().contiguous().view(-1).view(integer)
-    return all(int((flat[at : at + CHUNK_NUMBERS] & mask).max()) < limit for at in range(0, len(flat), CHUNK_NUMBERS))
 
 
 def is_positive(scale: torch.Tensor) -> bool:

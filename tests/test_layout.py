@@ -26,14 +26,41 @@ ROWS = (
     ("solving",),
     ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
     ("plan",),
-    ("arguments", "checks", "kv_cache"),
+    ("arguments", "checks", "kv_cache", "from_scratch"),
     ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize"),
-    ("distributed",),
-    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "compressed_layers", "sparse24"),
-    ("recipe_text", "callbacks", "forwards", "pieces", "shards", "buffers", "kernels", "quantized_cache", "rotations"),
+    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers", "distributed", "initial_checks"),
+    ("compressed_layers", "sparse24"),
+    (
+        "recipe_text",
+        "callbacks",
+        "forwards",
+        "pieces",
+        "shards",
+        "buffers",
+        "kernels",
+        "quantized_cache",
+        "rotations",
+        "construction",
+        "contracts",
+    ),
     ("modifiers", "formats", "checkpoint"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("charts", "crossover", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    (
+        "charts",
+        "crossover",
+        "masks",
+        "ranges",
+        "rows",
+        "scales",
+        "sets",
+        "smoothing",
+        "spill",
+        "statistics",
+        "threads",
+        "numbers",
+        "writes",
+        "frames",
+    ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
@@ -43,7 +70,7 @@ PUBLIC = {
     *(f"Sparse{name}" for name in dir(transformers) if name.startswith("AutoModelFor")),
     *("Recipe", "load_blocks", "init_module", "materialize", "oneshot", "plan", "verify"),
 }
-NOT_YET = {"load_blocks", "init_module", "materialize"}
+NOT_YET = {"load_blocks"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [
