@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
-from compressed_tensors.quantization import QuantizationScheme
 from transformers import PreTrainedConfig
 
 from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
@@ -32,10 +30,9 @@ from sparseautomodel.arguments import (
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.layers import attention_modules, cache_scales
-from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
-from sparseautomodel.quantizer import CompressedConfig, StoredLayer
+from sparseautomodel.quantizer import CompressedConfig, held_layers
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
 from sparseautomodel.transform import decode, loaded_dtype
@@ -169,7 +166,7 @@ def _load(
     stored = {name: scheme for name, scheme in plan.schemes.items() if name not in dense}
     tensors = decode(tensors, dense, layers) if dense else tensors
     if stored:
-        written, modules = write_config(stored, plan.all_layers, cache), _stored_layers(tensors, layers, stored)
+        written, modules = write_config(stored, plan.all_layers, cache), held_layers(tensors, layers, stored)
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
         options["quantization_config"] = CompressedConfig(written, modules, held)
     model_class: Any = architecture.model_class
@@ -195,28 +192,6 @@ _CONSUMED = (
     "config",
 )
 """Arguments that name files, which transformers does not get to see, or that are set anew."""
-
-
-def _stored_layers(
-    tensors: Mapping[str, LazyTensor], layers: Sequence[Layer], schemes: Mapping[str, QuantizationScheme]
-) -> tuple[StoredLayer, ...]:
-    """How each compressed layer is held in the model, read off the tensors that the loader will see."""
-    found: dict[str, dict[str, LazyTensor]] = {}
-    for name, tensor in tensors.items():
-        owner, _, part = name.rpartition(".")
-        if owner in schemes and part != "bias":
-            found.setdefault(owner, {})[part] = tensor
-    result = []
-    for layer in layers:
-        if layer.name in schemes:
-            parts = {
-                part: (tuple(tensor.shape), loaded_dtype(part, tensor.dtype, layer.dtype))
-                for part, tensor in found[layer.name].items()
-            }
-            match = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
-            expert = match[1] if match else None
-            result.append(StoredLayer(layer.module, schemes[layer.name], parts, layer.shape, layer.dtype, expert))
-    return tuple(result)
 
 
 def _cache_parts(

@@ -114,6 +114,28 @@ class CompressedQuantizer(HfQuantizer):
         return [entry for entry in weight_conversions if not merges_experts(entry)]
 
 
+def held_layers(
+    tensors: Mapping[str, LazyTensor], layers: Sequence[Layer], schemes: Mapping[str, QuantizationScheme]
+) -> tuple[StoredLayer, ...]:
+    """How each compressed layer is held in the model, read off the tensors that the loader will see."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        owner, _, part = name.rpartition(".")
+        if owner in schemes and part != "bias":
+            found.setdefault(owner, {})[part] = tensor
+    result = []
+    for layer in layers:
+        if layer.name in schemes:
+            parts = {
+                part: (tuple(tensor.shape), loaded_dtype(part, tensor.dtype, layer.dtype))
+                for part, tensor in found[layer.name].items()
+            }
+            match = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
+            expert = match[1] if match else None
+            result.append(StoredLayer(layer.module, schemes[layer.name], parts, layer.shape, layer.dtype, expert))
+    return tuple(result)
+
+
 def put(model: nn.Module, layer: StoredLayer) -> None:
     """Replace one Linear or Embedding by a module that holds it compressed."""
     old = model.get_submodule(layer.module)
