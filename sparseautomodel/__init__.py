@@ -7,7 +7,7 @@ import sys
 import types
 from typing import Any
 
-_HOMES = {"Recipe": "recipe", "plan": "plan", "oneshot": "oneshot", "verify": "verify"}
+_HOMES = {"Recipe": "recipe", "load_blocks": "blocks", "plan": "plan", "oneshot": "oneshot", "verify": "verify"}
 """Public name -> the file that has it. All `SparseAutoModel*`, one for each `AutoModel*`, are in `auto`."""
 
 

@@ -1,7 +1,7 @@
-"""Blocks that were compressed or fetched once, kept on disk as they are loaded: a second start reads packed bytes only.
+"""Blocks that were compressed or fetched once, kept on disk as they are loaded: a second start reads only packed bytes.
 
-An entry is a folder with `model.safetensors` and `entry.json`. It appears when it is complete, its name is a hash of all
-that its content depends on, and it is read only while its checksum is right.
+An entry is a folder with `model.safetensors` and `entry.json`. It appears when it is complete, its name is a hash of
+all that its content depends on, and it is read only while its checksum is right.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
 from sparseautomodel.arguments import asked_dtype, check_device, compression_device, is_foreign, read_config
@@ -23,7 +22,7 @@ from sparseautomodel.block_cache import BlockCache, default_folder
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor
 from sparseautomodel.completeness import few
-from sparseautomodel.hollow import Absent, cut_configs, hand_on, hollow_class, number_blocks, set_blocks, take_out
+from sparseautomodel.hollow import assemble, hollow_class
 from sparseautomodel.layers import cache_scales
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
@@ -147,12 +146,10 @@ class _Loader:
             wanted = self.stack.wanted(blocks)
             kept = _kept(held, wanted, self.stack)
             missing = {name: unit for name, unit in wanted.items() if name not in kept}
-            units = self._units(missing)
-            names = [name for unit in units.values() for name in unit]
-            checkpoint = self.source.open(names)
+            checkpoint = self.source.open(self._names(missing))
             plan = None if self.foreign else self._plan(checkpoint, missing)
             planned = time.perf_counter()
-            tensors, readers = self._tensors(checkpoint, plan, units)
+            tensors, readers = self._tensors(checkpoint, plan, missing)
             model, info = self._from_pretrained(tensors, plan, missing)
             restored = restore_buffers(model)
             loaded = time.perf_counter()
@@ -160,24 +157,28 @@ class _Loader:
             if problems:
                 text = "\n- ".join(problems)
                 raise VerificationError(f"loading blocks {blocks} of {self.source.name} went wrong:\n- {text}")
-            _assemble(model, self.stack, blocks, held, wanted)
+            assemble(model, self.stack, blocks, wanted, (held.model, held.blocks) if held is not None else None)
             seconds = {"plan": planned - started, "load": loaded - planned, "verify": time.perf_counter() - loaded}
             return Part(model, blocks, wanted, _report(self.source.name, readers, plan, seconds, restored))
 
-    def _units(self, wanted: Mapping[str, str]) -> dict[str, list[str]]:
-        """The checkpoint's tensors for these parameters, unit by unit."""
+    def _names(self, wanted: Mapping[str, str]) -> list[str]:
+        """The checkpoint's tensors for these parameters."""
         ties = {name: group for group in self.stack.ties for name in group}
-        units: dict[str, list[str]] = {}
+        found = []
         for name in self.source.files:
             parameter = self._parameter(name)
-            unit = next((wanted[one] for one in ties.get(parameter, (parameter,)) if one in wanted), None)
-            if unit is not None:
-                units.setdefault(unit, []).append(name)
-        return units
+            if parameter in wanted or any(one in wanted for one in ties.get(parameter, ())):
+                found.append(name)
+        return found
 
-    def _parameter(self, name: str) -> str:
-        """The parameter that a tensor of the checkpoint belongs to, also where it is a scale of it; "" for none."""
+    def _parameter(self, name: str, plan: Plan | None = None) -> str:
+        """The parameter that a tensor belongs to, also where it is a scale of it; "" for none. With a plan, `name` is
+        one of those that it stores."""
         parameters, owner = self.architecture.parameters, name
+        if plan is not None and name not in parameters:
+            module = next((layer.module for layer in plan.all_layers if layer.name == name.rpartition(".")[0]), None)
+            if module is not None:
+                return parameters.get(f"{name.rpartition('.')[0]}.weight", f"{module}.weight")
         while owner:
             for key in (owner, f"{owner}.weight"):
                 if key in parameters:
@@ -197,6 +198,7 @@ class _Loader:
                 return plan
             self.plan = plan
         kept = [item for item in self.plan.layers if self._module_is_in(item.layer.module, wanted)]
+        _refuse_thresholds(self.plan, {item.layer.name for item in kept})
         return replace(self.plan, layers=tuple(kept))
 
     def _module_is_in(self, module: str, wanted: Collection[str]) -> bool:
@@ -213,44 +215,62 @@ class _Loader:
             if name in checkpoint:
                 tensors[name] = checkpoint[name]
             elif _numberless(name) in shapes:
-                tensors[name] = _Unopened(name, *shapes[_numberless(name)])
+                tensors[name] = LazyTensor(name, *shapes[_numberless(name)])
             elif parameter is not None and name not in self.architecture.merged | self.architecture.converted:
-                tensors[name] = _Unopened(name, tuple(own[parameter].shape), floats)
+                tensors[name] = LazyTensor(name, tuple(own[parameter].shape), floats)
         return Checkpoint(tensors, checkpoint.files, checkpoint._reads)
 
     def _tensors(
-        self, checkpoint: Checkpoint, plan: Plan | None, units: Mapping[str, Iterable[str]]
+        self, checkpoint: Checkpoint, plan: Plan | None, wanted: Mapping[str, str]
     ) -> tuple[dict[str, LazyTensor], list[Checkpoint]]:
         """What transformers is given, and the checkpoints that it is read from: this one, or entries of the cache."""
-        if plan is None:
-            return dict(checkpoint), [checkpoint]
-        device = compression_device(self.options["device_map"])
-        tensors = planned_tensors(checkpoint, self.architecture, plan, device)
-        scales = cache_scales(tensors, self.architecture.config)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
-        if self.cache is None or not (plan.layers or self.source.is_remote(checkpoint)):
-            return tensors, [checkpoint]
+        tensors: dict[str, LazyTensor] = dict(checkpoint)
+        if plan is not None:
+            device = compression_device(self.options["device_map"])
+            tensors = planned_tensors(checkpoint, self.architecture, plan, device)
+            scales = cache_scales(tensors, self.architecture.config)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
+        units: dict[str, dict[str, LazyTensor]] = {}
+        for name, tensor in tensors.items():
+            for key, unit in self._places(name, plan, wanted):
+                units.setdefault(unit, {})[key] = tensor
         readers = [checkpoint]
-        for unit, names in units.items():
-            mine = {name: tensor for name, tensor in tensors.items() if self._is_of(name, set(names))}
-            facts = {
-                "unit": unit,
-                "source": self.source.versions(names),
-                "recipe": None if plan.recipe is None else plan.recipe.to_dict(),
-                "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in mine.items()},
-                "versions": versions(),
-            }
-            entry = self.cache.load(facts) or self.cache.store(facts, mine)
-            if entry is not None:
-                tensors |= entry
-                readers.append(entry)
-        return tensors, readers
+        if self.cache is not None and ((plan is not None and plan.layers) or self.source.is_remote(checkpoint)):
+            for unit, mine in units.items():
+                entry = self._cached(self.cache, unit, mine, plan, wanted)
+                if entry is not None:
+                    units[unit] = dict(entry)
+                    readers.append(entry)
+        return {name: tensor for mine in units.values() for name, tensor in mine.items()}, readers
 
-    def _is_of(self, name: str, sources: set[str]) -> bool:
-        """Whether a tensor of the virtual checkpoint is made of one of these tensors of the source."""
-        owner = name.rpartition(".")[0]
-        assert self.source is not None
-        return name in sources or f"{owner}.weight" in sources
+    def _places(self, name: str, plan: Plan | None, wanted: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Under which names a tensor is given to transformers, each with its unit. A tied head that is loaded without
+        the embedding is given the embedding's tensor under its own name."""
+        parameter = self._parameter(name, plan)
+        if parameter in wanted:
+            return [(name, wanted[parameter])]
+        group = next((group for group in self.stack.ties if parameter in group), frozenset[str]())
+        if plan is not None and plan.unties:
+            return []
+        return [(one, wanted[one]) for one in sorted(group) if one in wanted][:1]
+
+    def _cached(
+        self,
+        cache: BlockCache,
+        unit: str,
+        tensors: Mapping[str, LazyTensor],
+        plan: Plan | None,
+        wanted: Mapping[str, str],
+    ) -> Checkpoint | None:
+        names = self._names({name: one for name, one in wanted.items() if one == unit})
+        facts = {
+            "unit": unit,
+            "source": self.source.versions(names),
+            "recipe": plan.recipe.to_dict() if plan is not None and plan.recipe is not None else None,
+            "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
+            "versions": versions(),
+        }
+        return cache.load(facts) or cache.store(facts, tensors)
 
     def _from_pretrained(
         self, tensors: Mapping[str, LazyTensor], plan: Plan | None, wanted: Mapping[str, str]
@@ -297,70 +317,28 @@ class _Loader:
         return decode(tensors, dense, layers) if dense else tensors
 
 
-class _Unopened(LazyTensor):
-    """A tensor in a file that is not opened: its shape is known, its values are not wanted."""
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        raise ValueError(
-            f"the recipe needs the values of {self.name}, which lies outside the blocks: a threshold over the whole "
-            "model cannot be found from a part. Write the checkpoint with oneshot(path, recipe, output=folder), then "
-            "load_blocks(folder, ...)"
-        )
+def _refuse_thresholds(plan: Plan, kept: Collection[str]) -> None:
+    """A threshold over several layers is found in all of their values, which are not read."""
+    for item in plan.layers:
+        for modifier in item.modifiers:
+            if getattr(modifier, "apply_globally", False) and item.layer.name not in kept:
+                raise ValueError(
+                    f"{type(modifier).__name__} has apply_globally: true, and selects {item.layer.name}, which is not "
+                    "among the blocks: a threshold over the whole model cannot be found from a part. Write the "
+                    "checkpoint with oneshot(path, recipe, output=folder), then load_blocks(folder, ...)"
+                )
 
 
 def _kept(held: Part | None, wanted: Mapping[str, str], stack: Stack) -> set[str]:
-    """Of the wanted parameters those that are there already. What is tied is read together."""
+    """Of the wanted parameters those that are there already. A block, and what is tied, is read together."""
     if held is None:
         return set()
     kept = set(held.parameters).intersection(wanted)
-    for group in stack.ties:
+    for group in (*stack.ties, *stack.parameters.values()):
         mine = group.intersection(wanted)
         if not mine <= kept:
             kept -= mine
     return kept
-
-
-def _assemble(
-    model: PreTrainedModel, stack: Stack, blocks: range, held: Part | None, wanted: Mapping[str, str]
-) -> None:
-    """Make the blocks and edges of `model`, which has what was read, complete by those of `held`, and number them."""
-    fresh: Any = model.get_submodule(stack.name)
-    old: dict[int, nn.Module] = {}
-    given = {handed.path: fresh[0].get_submodule(handed.path) for handed in stack.handed_on if _has(fresh[0], handed.path)}
-    if held is not None:
-        mine: Any = held.model.get_submodule(stack.name)
-        old = dict(zip(held.blocks, mine, strict=True))
-        for handed in stack.handed_on:
-            given.setdefault(handed.path, mine[0].get_submodule(handed.path))
-        _graft(model, held.model, stack, wanted)
-    made = {number: old[number] if number in old else fresh[number] for number in blocks}
-    numbers = {number: held.blocks.index(number) if held and number in old else number for number in blocks}
-    set_blocks(model, stack, made)
-    number_blocks(model, stack, blocks, numbers)
-    for handed in stack.handed_on:
-        for number, block in made.items():
-            hand_on(block, handed, given[handed.path] if number == blocks.start else None)
-    cut_configs(model, stack, blocks)
-
-
-def _graft(model: nn.Module, old: nn.Module, stack: Stack, wanted: Mapping[str, str], path: str = "") -> None:
-    """Put the modules of `old` that are wanted in the place of those that are absent in `model`."""
-    for name, child in list(model.named_children()):
-        here, twin = f"{path}{name}", old._modules.get(name)
-        if here == stack.name or twin is None or isinstance(twin, Absent):
-            continue
-        if not isinstance(child, Absent):
-            _graft(child, twin, stack, wanted, f"{here}.")
-        elif any(f"{here}.{one}" in wanted for one in twin.state_dict()):
-            model._modules[name] = twin
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    for name in path.split("."):
-        if name not in module._modules:
-            return False
-        module = module._modules[name]  # type: ignore[assignment]
-    return True
 
 
 def _problems(info: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,11 @@
-"""Models of which only some parameters are there: what is not wanted is taken out before the weights are loaded, and the
-blocks that remain are numbered anew, so that the model's own forward, masks and cache are right for them."""
+"""Models of which only some parameters are there: what is not wanted is taken out before the weights are loaded, and
+the blocks that remain are numbered anew, so that the model's own forward, masks and cache are right for them."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,12 +23,16 @@ _OF_NO_LAYER = re.compile("architectures|token|keys_to_ignore")
 
 
 class Absent(nn.Module):
-    """Stands where a module was taken out: what it is given comes out as it was, and ids add nothing."""
+    """Stands where a module was taken out: what it is given comes out as it was, and an embedding adds nothing."""
+
+    def __init__(self, old: nn.Module | None = None) -> None:
+        super().__init__()
+        self._embeds = isinstance(old, nn.Embedding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        floating = next((value for value in values if value.is_floating_point()), None)
-        return floating if floating is not None else torch.zeros(1, device=values[0].device if values else None)
+        passed = [value for value in values if value.is_floating_point() and not self._embeds]
+        return passed[0] if passed else torch.zeros(1, device=values[0].device if values else None)
 
 
 def hollow_class(model_class: type[PreTrainedModel], stack: Stack, wanted: Collection[str]) -> type[PreTrainedModel]:
@@ -59,23 +63,34 @@ def take_out(model: PreTrainedModel, stack: Stack, wanted: frozenset[str]) -> No
                 module._is_hf_initialized = True  # some reach for weights of modules that are not there
 
 
-def set_blocks(model: PreTrainedModel, stack: Stack, blocks: Mapping[int, nn.Module]) -> None:
-    """Make `blocks` (number in the whole model -> block) the only ones."""
+def assemble(
+    model: PreTrainedModel,
+    stack: Stack,
+    blocks: range,
+    wanted: Collection[str],
+    old: tuple[PreTrainedModel, range] | None = None,
+) -> None:
+    """Make a model that was loaded hollow one of these blocks alone: what it lacks is taken over from `old`, a model of
+    other blocks, and all are numbered from 0 on."""
+    fresh: Any = model.get_submodule(stack.name)
+    handed = {one.path: fresh[0].get_submodule(one.path) for one in stack.handed_on if _has(fresh[0], one.path)}
+    numbers = {number: number for number in blocks}
+    made = {number: fresh[number] for number in blocks}
+    if old is not None:
+        theirs: Any = old[0].get_submodule(stack.name)
+        for one in stack.handed_on:
+            handed.setdefault(one.path, theirs[0].get_submodule(one.path))
+        for place, number in enumerate(old[1]):
+            if number in made:
+                made[number], numbers[number] = theirs[place], place
+        _take_over(model, old[0], stack, wanted)
     parent, _, name = stack.name.rpartition(".")
-    made = nn.ModuleList(blocks.values())
-    made.train(model.training)
-    model.get_submodule(parent)._modules[name] = made
-
-
-def number_blocks(model: PreTrainedModel, stack: Stack, blocks: range, old: Mapping[int, int]) -> None:
-    """Number the blocks of `model` from 0 on; `old` says for each, by its number in the whole model, what it was."""
-    made: Any = model.get_submodule(stack.name)
+    model.get_submodule(parent)._modules[name] = nn.ModuleList(made.values()).train(model.training)
     for new, number in enumerate(blocks):
-        for module in made[new].modules():
-            for name in INDEX_NAMES:
-                value = vars(module).get(name)
-                if type(value) is int and value == old[number]:
-                    setattr(module, name, new)
+        _number(made[number], numbers[number], new)
+        for one in stack.handed_on:
+            _hand_on(made[number], one, handed[one.path] if new == 0 else None)
+    cut_configs(model, stack, blocks)
 
 
 def cut_configs(model: PreTrainedModel, stack: Stack, blocks: range) -> None:
@@ -102,7 +117,27 @@ def cut_config(config: PreTrainedConfig, blocks: range) -> None:
     config.num_hidden_layers = len(blocks)
 
 
-def hand_on(block: nn.Module, handed: HandedOn, module: nn.Module | None) -> None:
+def _take_over(model: nn.Module, old: nn.Module, stack: Stack, wanted: Collection[str], path: str = "") -> None:
+    """Put the modules of `old` that are wanted in the place of those that are absent in `model`."""
+    for name, child in list(model.named_children()):
+        here, twin = f"{path}{name}", old._modules.get(name)
+        if here == stack.name or twin is None or isinstance(twin, Absent):
+            continue
+        if not isinstance(child, Absent):
+            _take_over(child, twin, stack, wanted, f"{here}.")
+        elif any(f"{here}.{one}" in wanted for one in twin.state_dict()):
+            model._modules[name] = twin
+
+
+def _number(block: nn.Module, old: int, new: int) -> None:
+    for module in block.modules():
+        for name in INDEX_NAMES:
+            value = vars(module).get(name)
+            if type(value) is int and value == old:
+                setattr(module, name, new)
+
+
+def _hand_on(block: nn.Module, handed: HandedOn, module: nn.Module | None) -> None:
     """Give a block the module that only a first block has, or take it away."""
     parent, _, name = handed.path.rpartition(".")
     above = block.get_submodule(parent)
@@ -112,6 +147,10 @@ def hand_on(block: nn.Module, handed: HandedOn, module: nn.Module | None) -> Non
         above._modules[name] = module
     for flag, (first, other) in handed.flags.items():
         setattr(above, flag, other if module is None else first)
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    return path in dict(module.named_modules())
 
 
 def _with_handed_on(block: nn.Module, stack: Stack, wanted: frozenset[str], name: str) -> nn.Module:
@@ -138,6 +177,6 @@ def _take_out(module: nn.Module, path: str, wanted: frozenset[str], stack: str) 
             continue
         own = [f"{here}.{one}" for one in child.state_dict()]
         if own and wanted.isdisjoint(own) and not stack.startswith(f"{here}."):
-            module._modules[name] = Absent()
+            module._modules[name] = Absent(child)
         else:
             _take_out(child, f"{here}.", wanted, stack)

@@ -6,6 +6,7 @@ own (`sparseautomodel`); what it writes to config.json is an ordinary compressed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseautomodel.architecture import expert_merges, merges_experts
+from sparseautomodel.checkpoint import LazyTensor
 from sparseautomodel.kernels.portable import (
     CompressedEmbedding,
     CompressedExperts,
@@ -26,6 +28,8 @@ from sparseautomodel.kernels.portable import (
     Parts,
     compressed,
 )
+from sparseautomodel.modifiers import Layer
+from sparseautomodel.transform import loaded_dtype
 
 NAME = "sparseautomodel"
 

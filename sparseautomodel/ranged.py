@@ -1,4 +1,4 @@
-"""Tensors of safetensors files on an HTTP server: of a file only the header and the bytes that are asked for are fetched.
+"""Tensors of safetensors files on an HTTP server: only the header of a file and what is asked for are fetched.
 
 A request that fails is tried again a few times and goes on where it stopped; what remains is a `DownloadError`.
 """

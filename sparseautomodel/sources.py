@@ -1,4 +1,4 @@
-"""Checkpoints of which only what is asked for is opened: a folder, the cache of a hub, or a server that gives ranges."""
+"""Checkpoints of which only what is asked for is opened: in a folder, the cache of a hub, or on a server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from huggingface_hub import hf_hub_url, try_to_load_from_cache
-from huggingface_hub.utils import build_hf_headers
-from transformers.utils.hub import is_offline_mode
+from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils._headers import build_hf_headers
 
 from sparseautomodel.checkpoint import (
     Checkpoint,
@@ -132,9 +131,7 @@ def open_source(
             return Source(name, dict.fromkeys(opened, f"model{stem}.safetensors"), find, opened)
     if is_url(name_or_path):
         raise CheckpointError(f"{name} has neither model{stem}.safetensors nor its index")
-    opened = open_checkpoint(
-        name_or_path, subfolder=subfolder, variant=variant, use_safetensors=use_safetensors, **hub
-    )
+    opened = open_checkpoint(name_or_path, subfolder=subfolder, variant=variant, use_safetensors=use_safetensors, **hub)
     return Source(name, {one: opened[one].file for one in opened}, lambda file: file, opened)
 
 
@@ -188,7 +185,7 @@ def _repository_finder(name: str, subfolder: str, hub: Mapping[str, Any]) -> Cal
     known: dict[str, File | None] = {}
     revision = hub.get("revision") or "main"
     fetch = hub_finder(name, subfolder, dict(hub))
-    may_fetch = not (hub.get("local_files_only") or is_offline_mode())
+    may_fetch = not (hub.get("local_files_only") or constants.is_offline_mode())
 
     def look(file: str) -> File | None:
         path = f"{subfolder}/{file}" if subfolder else file

@@ -1,4 +1,4 @@
-"""Which parts of a model a range of its blocks needs: found by running it on the meta device, not by names of families."""
+"""Which parts of a model a range of its blocks needs: found by running it on the meta device, not by its family."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Stack:
         if not isinstance(blocks, range) or blocks.step != 1 or not len(blocks):
             raise ValueError(f"{given} is no run of blocks. Write range(0, {self.count}) or a part of it")
         if blocks.start < 0 or blocks.stop > self.count:
-            raise ValueError(f"{given}: the model has blocks 0 to {self.count - 1}. Write a part of range({self.count})")
+            raise ValueError(
+                f"{given}: the model has blocks 0 to {self.count - 1}. Write a part of range({self.count})"
+            )
 
     def wanted(self, blocks: range) -> dict[str, str]:
         """Parameters of a stage of these blocks -> the unit they belong to: `before`, `beside`, `after`, or the name of
@@ -65,9 +67,6 @@ class Stack:
         if blocks.start > 0:
             prefixes = tuple(f"{self.block(0)}.{handed.path}." for handed in self.handed_on)
             found |= {name: BESIDE for name in self.parameters[0] if prefixes and name.startswith(prefixes)}
-        for group in self.ties:
-            if not group.isdisjoint(found):
-                found |= {name: self.edges.get(name, AFTER) for name in group if name not in found}
         return found
 
 
@@ -90,12 +89,20 @@ def find_stack(architecture: Architecture) -> Stack:
         ValueError: the model has no list of as many blocks as its config says (shared blocks, say).
     """
     model = architecture.skeleton
-    matrices = [name for name, module in model.named_modules() if any(p.ndim > 1 for p in module._parameters.values() if p is not None)]
+    matrices = [
+        name
+        for name, module in model.named_modules()
+        if any(p.ndim > 1 for p in module._parameters.values() if p is not None)
+    ]
     lists: dict[str, list[str]] = {}
     for block in find_blocks(model, matrices):
         lists.setdefault(block.rpartition(".")[0], []).append(block)
     count = architecture.config.get_text_config().num_hidden_layers
-    lists = {name: blocks for name, blocks in lists.items() if len(blocks) == count and len(model.get_submodule(name)) == count}  # type: ignore[arg-type]
+    lists = {
+        name: blocks
+        for name, blocks in lists.items()
+        if len(blocks) == count == len(list(model.get_submodule(name).children()))
+    }
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of {count} blocks, as its config says: it cannot be loaded in part"
@@ -167,9 +174,12 @@ def _edges(
             edges[name] = BESIDE
         elif any(pattern.search(name) for _, pattern in SEPARATE_PARTS) and getattr(model.config, "sub_configs", None):
             edges[name] = BEFORE
-        else:
-            early = order[owner] < order[stack] if before is None else owner in before
-            edges[name] = BEFORE if early else AFTER
+        elif before is not None:
+            edges[name] = BEFORE if owner in before else AFTER
+        elif order[owner] < order[stack]:
+            edges[name] = BEFORE
+        else:  # what it does is not known: the head is after the blocks, and what is in the base may be for them all
+            edges[name] = BESIDE if name.startswith(f"{model.base_model_prefix}.") else AFTER
     for group in ties:  # an embedding under another name
         if any(edges.get(name) == BEFORE for name in group):
             alias = [name for name in group if edges.get(name) == AFTER]

@@ -1,4 +1,4 @@
-"""A range of a model's blocks, called as the model's own stack of blocks is, and stages one after another as one model."""
+"""A range of a model's blocks, called as the model's own stack of blocks is, and several in a row as one model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from sparseautomodel.forwards import first_tensor
 from sparseautomodel.report import LoadReport
-from sparseautomodel.stack import BEFORE, Stack
+from sparseautomodel.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class _Passed(Exception):
 class Stage:
     """Some blocks of a model, in a row. `load_blocks` makes them.
 
-    `stage(hidden_states)` runs the blocks. The first stage of a model takes `input_ids`, the last gives logits (the last
-    hidden state where the model has no head).
+    `stage(hidden_states)` runs the blocks. The first stage of a model takes `input_ids`, the last gives logits (the
+    last hidden state where the model has no head).
     """
 
     def __init__(self, part: Part, stack: Stack, config: PreTrainedConfig, load: Callable[[range, Part | None], Part]):
@@ -120,7 +120,8 @@ class Stage:
         output = self.run(hidden_states, position_ids, past_key_values, **kwargs)
         if isinstance(output, Tensor):
             return output
-        return output.logits if getattr(output, "logits", None) is not None else output[0]
+        logits: Tensor | None = getattr(output, "logits", None)
+        return output[0] if logits is None else logits
 
     def run(
         self, hidden_states: Tensor, position_ids: Tensor | None = None, past_key_values: Any = None, **kwargs: Any
@@ -190,7 +191,7 @@ class Stage:
     def _own_part(self, cache: Any) -> Any:
         """The layers of `cache` that are these blocks': it may be for them alone, or for the whole model."""
         layers = getattr(cache, "layers", None)
-        if layers is None or self.is_first and self.is_last:
+        if layers is None or (self.is_first and self.is_last):
             return cache
         if not layers and cache.layer_class_to_replicate is not None:
             layers += [cache.layer_class_to_replicate() for _ in range(self._stack.count)]
@@ -221,7 +222,9 @@ def chain(stages: Sequence[Stage]) -> PreTrainedModel:
     if not stages or ends[:-1] != [stage.blocks.start for stage in stages] or not stages[-1].is_last:
         given = ", ".join(f"{stage.blocks.start}:{stage.blocks.stop}" for stage in stages)
         total = stages[0].num_blocks if stages else "all"
-        raise ValueError(f"a chain needs all {total} blocks in order, and was given the blocks {given or 'of no stage'}")
+        raise ValueError(
+            f"a chain needs all {total} blocks in order, and was given the blocks {given or 'of no stage'}"
+        )
     first = stages[0]
     model_class: Any = type(first.model)
 

@@ -21,13 +21,24 @@ ROWS = (
     ("__init__", "__main__"),
     ("console",),
     ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
-    ("calibrated",),
+    ("calibrated", "stage"),
     ("solving",),
     ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
     ("plan",),
-    ("arguments", "checks", "kv_cache"),
-    ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "distributed"),
-    ("recipe_compat", "architecture", "quantization_config", "transform", "consumers"),
+    ("arguments", "block_cache", "checks", "hollow", "kv_cache"),
+    (
+        "recipe",
+        "layers",
+        "smoother",
+        "quantizer",
+        "completeness",
+        "save",
+        "sources",
+        "stack",
+        "initialize",
+        "distributed",
+    ),
+    ("recipe_compat", "architecture", "quantization_config", "ranged", "transform", "consumers"),
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
     ("columns",),
@@ -41,7 +52,7 @@ PUBLIC = {
     *(f"Sparse{name}" for name in dir(transformers) if name.startswith("AutoModelFor")),
     *("Recipe", "load_blocks", "init_module", "materialize", "oneshot", "plan", "verify"),
 }
-NOT_YET = {"load_blocks", "init_module", "materialize"}
+NOT_YET = {"init_module", "materialize"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [
