@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx2
 import torch
-from huggingface_hub import get_session
 
 from sparseautomodel.checkpoint import SAFETENSORS_DTYPES, CheckpointError, LazyTensor, Reads
 
@@ -24,6 +23,9 @@ ATTEMPTS = 5
 
 FIRST_WAIT = 0.25
 """Seconds before the second attempt; doubled before each further one."""
+
+TIMEOUT = 30.0
+"""Seconds for a connection to be made, or for the next bytes to come."""
 
 MAX_HEADER_NBYTES = 100 << 20
 """The safetensors format allows no longer header."""
@@ -40,7 +42,7 @@ class RemoteFile:
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url, self._headers = url, dict(headers or {}) | {"Accept-Encoding": "identity"}
-        self._lock = threading.Lock()
+        self._client, self._lock = httpx2.Client(follow_redirects=True, timeout=TIMEOUT), threading.Lock()
         self.tag: str | None = None
         """What the server calls this version of the file: its ETag, or when it was changed."""
         self.nbytes: int | None = None
@@ -91,7 +93,7 @@ class RemoteFile:
 
     def _pieces(self, start: int, stop: int) -> Any:
         headers = self._headers | {"Range": f"bytes={start}-{stop - 1}"}
-        with get_session().stream("GET", self.url, headers=headers, follow_redirects=True) as response:
+        with self._client.stream("GET", self.url, headers=headers) as response:
             response.raise_for_status()
             if response.status_code != 206:
                 raise DownloadError(
