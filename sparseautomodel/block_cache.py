@@ -64,7 +64,7 @@ class BlockCache:
                 crc = _crc32(folder / "model.safetensors")
                 write_json(folder / "entry.json", {"crc32": crc, "facts": json.loads(_text(facts))})
             return open_files([str(entry / "model.safetensors")])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             warnings.warn(f"blocks are not kept in {self.folder}: {error}", stacklevel=2)
             return None
 

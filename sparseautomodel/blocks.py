@@ -6,6 +6,7 @@ names -> meta model -> which parameters -> their files -> plan -> transformers l
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 import warnings
@@ -239,7 +240,7 @@ class _Loader:
             for unit, mine in units.items():
                 entry = self._cached(self.cache, unit, mine, plan, wanted)
                 if entry is not None:
-                    units[unit] = dict(entry)
+                    units[unit] = {name: entry[name] for name in mine}
                     readers.append(entry)
         return {name: tensor for mine in units.values() for name, tensor in mine.items()}, readers
 
@@ -275,7 +276,7 @@ class _Loader:
     def _from_pretrained(
         self, tensors: Mapping[str, LazyTensor], plan: Plan | None, wanted: Mapping[str, str]
     ) -> tuple[Any, dict[str, Any]]:
-        config = type(self.architecture.config).from_dict(self.architecture.config.to_dict())
+        config = copy.deepcopy(self.architecture.config)
         options = dict(self.options)
         if plan is not None:
             dtype = options["dtype"] = asked_dtype(options, config, tensors)

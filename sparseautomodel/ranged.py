@@ -37,12 +37,17 @@ class DownloadError(CheckpointError):
     """A server does not give what was asked for. Names the address, the bytes, the reason and the attempts."""
 
 
+def new_client() -> httpx2.Client:
+    """Connections that several files of a server can share."""
+    return httpx2.Client(follow_redirects=True, timeout=TIMEOUT)
+
+
 class RemoteFile:
     """A file on a server that answers requests for ranges of bytes."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, client: httpx2.Client | None = None) -> None:
         self.url, self._headers = url, dict(headers or {}) | {"Accept-Encoding": "identity"}
-        self._client, self._lock = httpx2.Client(follow_redirects=True, timeout=TIMEOUT), threading.Lock()
+        self._client, self._lock = client or new_client(), threading.Lock()
         self.tag: str | None = None
         """What the server calls this version of the file: its ETag, or when it was changed."""
         self.nbytes: int | None = None

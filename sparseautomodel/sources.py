@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import httpx2
 from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils._headers import build_hf_headers
 
@@ -24,7 +26,7 @@ from sparseautomodel.checkpoint import (
     open_files,
     read_weight_map,
 )
-from sparseautomodel.ranged import DownloadError, RemoteFile, remote_tensors
+from sparseautomodel.ranged import DownloadError, RemoteFile, new_client, remote_tensors
 
 File = str | RemoteFile
 
@@ -137,9 +139,9 @@ def open_source(
 
 def fetch_configs(url: str, subfolder: str = "") -> tempfile.TemporaryDirectory[str]:
     """A temporary folder with the config files below an address."""
-    folder = tempfile.TemporaryDirectory()
+    folder, client = tempfile.TemporaryDirectory(), new_client()
     for name in ("config.json", "generation_config.json"):
-        file = _remote_file(url, subfolder, name)
+        file = _remote_file(url, subfolder, name, client)
         if file.exists():
             Path(folder.name, name).write_bytes(file.whole())
         elif name == "config.json":
@@ -165,16 +167,17 @@ def _read_index(index: File) -> dict[str, str]:
     return weight_map
 
 
-def _remote_file(url: str, subfolder: str, file: str) -> RemoteFile:
-    return RemoteFile("/".join(part.strip("/") for part in (url, subfolder, file) if part))
+def _remote_file(url: str, subfolder: str, file: str, client: httpx2.Client) -> RemoteFile:
+    return RemoteFile("/".join(part.strip("/") for part in (url, subfolder, file) if part), client=client)
 
 
 def _remote_finder(url: str, subfolder: str) -> Callable[[str], File | None]:
     known: dict[str, RemoteFile | None] = {}
+    client = new_client()
 
     def find(file: str) -> RemoteFile | None:
         if file not in known:
-            remote = _remote_file(url, subfolder, file)
+            remote = _remote_file(url, subfolder, file, client)
             known[file] = remote if remote.exists() else None
         return known[file]
 
@@ -185,6 +188,7 @@ def _repository_finder(name: str, subfolder: str, hub: Mapping[str, Any]) -> Cal
     known: dict[str, File | None] = {}
     revision = hub.get("revision") or "main"
     fetch = hub_finder(name, subfolder, dict(hub))
+    client = functools.cache(new_client)  # made when the first file is not in the cache
     may_fetch = not (hub.get("local_files_only") or constants.is_offline_mode())
 
     def look(file: str) -> File | None:
@@ -195,7 +199,7 @@ def _repository_finder(name: str, subfolder: str, hub: Mapping[str, Any]) -> Cal
         if not may_fetch or not file.endswith(".safetensors"):
             return fetch(file)
         url = hf_hub_url(name, file, subfolder=subfolder or None, revision=revision)
-        remote = RemoteFile(url, build_hf_headers(token=hub.get("token")))
+        remote = RemoteFile(url, build_hf_headers(token=hub.get("token")), client())
         return remote if remote.exists() else None
 
     def find(file: str) -> File | None:

@@ -202,6 +202,26 @@ def test_bitsandbytes(kind: str, folder_of: Callable[[str], Path]) -> None:
         assert torch.equal(load_blocks(folder, range(2, 3), quantization_config=wanted)(hidden[1]), output)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_bitsandbytes_as_it_was_saved(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    wanted = BitsAndBytesConfig(**{f"load_in_{4 if kind == 'nf4' else 8}bit": True}, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(folder_of("llama-wide"), quantization_config=wanted).save_pretrained(tmp_path)
+    hidden, output = outputs(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), torch.randint(3, 60, (2, 7)))
+    with torch.no_grad():
+        assert torch.equal(load_blocks(tmp_path, range(1, 2))(hidden[0]), hidden[1])
+        assert torch.equal(load_blocks(tmp_path, range(2, 3))(hidden[1]), output)
+    with pytest.raises(ValueError, match="quantized by another method"):
+        load_blocks(tmp_path, range(1, 2), FORMATS["w4a16"])
+
+
+def test_arguments_of_transformers_are_passed_on(folder_of: Callable[[str], Path]) -> None:
+    stage = load_blocks(folder_of("llama"), range(1, 2), attn_implementation="eager")
+    assert stage.config._attn_implementation == "eager"
+    other = load_blocks(folder_of("llama"), range(1, 2), subfolder="", local_files_only=True)
+    assert other.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.slow
 def test_five_of_thirty_blocks_of_a_real_model(smollm2: Path) -> None:
     full = AutoModelForCausalLM.from_pretrained(smollm2)
