@@ -164,13 +164,12 @@ class _Loader:
 
     def _names(self, wanted: Mapping[str, str]) -> list[str]:
         """The checkpoint's tensors for these parameters."""
-        ties = {name: group for group in self.stack.ties for name in group}
-        found = []
-        for name in self.source.files:
-            parameter = self._parameter(name)
-            if parameter in wanted or any(one in wanted for one in ties.get(parameter, ())):
-                found.append(name)
-        return found
+        return [name for name in self.source.files if self._is_wanted(self._parameter(name), wanted)]
+
+    def _is_wanted(self, parameter: str, wanted: Mapping[str, str]) -> bool:
+        """Whether it is one of `wanted`, or shares its values with one."""
+        tied = (group for group in self.stack.ties if parameter in group)
+        return parameter in wanted or any(not group.isdisjoint(wanted) for group in tied)
 
     def _parameter(self, name: str, plan: Plan | None = None) -> str:
         """The parameter that a tensor belongs to, also where it is a scale of it; "" for none. With a plan, `name` is
@@ -198,12 +197,14 @@ class _Loader:
             if self.recipe is None:
                 return plan
             self.plan = plan
-        kept = [item for item in self.plan.layers if self._module_is_in(item.layer.module, wanted)]
+        parameters = self.architecture.parameters
+        kept = []
+        for item in self.plan.layers:
+            parameter = parameters.get(f"{item.layer.name}.weight", f"{item.layer.module}.weight")
+            if self._is_wanted(parameter, wanted):
+                kept.append(item)
         _refuse_thresholds(self.plan, {item.layer.name for item in kept})
         return replace(self.plan, layers=tuple(kept))
-
-    def _module_is_in(self, module: str, wanted: Collection[str]) -> bool:
-        return module in wanted or any(f"{module}.{part}" in wanted for part in ("weight", "gate_up_proj", "down_proj"))
 
     def _whole(self, checkpoint: Checkpoint) -> Checkpoint:
         """`checkpoint` and all tensors in files that are not open, with the shapes that the model says they have."""

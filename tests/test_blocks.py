@@ -123,6 +123,16 @@ def test_head_that_is_untied_by_the_recipe(folder_of: Callable[[str], Path], tmp
     assert "model.embed_tokens.weight" not in last.model.state_dict()
 
 
+def test_tied_head_that_a_recipe_prunes_with_the_embedding(folder_of: Callable[[str], Path]) -> None:
+    recipe = [{"MagnitudePruningModifier": {"targets": ["Linear", "Embedding"], "mask_structure": "2:4"}}]
+    folder, ids = folder_of("llama-tied"), torch.randint(3, 60, (2, 7))
+    hidden, output = outputs(full_model("llama-tied", folder, recipe), ids)
+    first, last = (load_blocks(folder, blocks, recipe, block_cache=False) for blocks in (range(2), range(2, 3)))
+    with torch.no_grad():
+        assert torch.equal(first(ids), hidden[1])
+        assert torch.equal(last(hidden[1]), output)
+
+
 def test_tied_head_alone_is_loaded_from_the_embedding(folder_of: Callable[[str], Path]) -> None:
     stage = load_blocks(folder_of("llama-tied"), range(2, 3))
     names = set(stage.model.state_dict())
