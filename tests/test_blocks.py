@@ -124,7 +124,7 @@ def test_head_that_is_untied_by_the_recipe(folder_of: Callable[[str], Path], tmp
 
 
 def test_tied_head_that_a_recipe_prunes_with_the_embedding(folder_of: Callable[[str], Path]) -> None:
-    recipe = [{"MagnitudePruningModifier": {"targets": ["Linear", "Embedding"], "mask_structure": "2:4"}}]
+    recipe = [{"MagnitudePruningModifier": {"targets": ["model.embed_tokens", "lm_head"], "mask_structure": "2:4"}}]
     folder, ids = folder_of("llama-tied"), torch.randint(3, 60, (2, 7))
     hidden, output = outputs(full_model("llama-tied", folder, recipe), ids)
     first, last = (load_blocks(folder, blocks, recipe, block_cache=False) for blocks in (range(2), range(2, 3)))
