@@ -41,6 +41,7 @@ setup(
         "compressed-tensors>=0.20,<0.21",
         "accelerate>=1.10",
         "safetensors>=0.8",
+        "httpx2",  # comes with huggingface_hub; blocks on a server are fetched with it
         "greenlet>=3",
         "pyyaml>=6",
         "typer",

@@ -9,6 +9,7 @@ from typing import Any
 
 _HOMES = {
     "Recipe": "recipe",
+    "load_blocks": "blocks",
     "plan": "plan",
     "oneshot": "oneshot",
     "verify": "verify",

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
-from compressed_tensors.quantization import QuantizationScheme
 from transformers import PreTrainedConfig
 
 from sparseautomodel.architecture import BUILDING, Architecture, read_architecture
@@ -35,11 +33,10 @@ from sparseautomodel.compressed_layers import kernels_of, settle
 from sparseautomodel.distributed import common_seed, config_for_compressed, initialize_missing, is_shared, rank_device
 from sparseautomodel.from_scratch import as_checkpoint, build
 from sparseautomodel.layers import attention_modules, cache_scales, quantization_of
-from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
 from sparseautomodel.quantized_cache import nbytes_a_token, quantize_cache
-from sparseautomodel.quantizer import CompressedConfig, StoredLayer
+from sparseautomodel.quantizer import CompressedConfig, held_layers
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
 from sparseautomodel.rotations import fold, rotate, rotation_tensors, rotations_of
@@ -239,7 +236,7 @@ def _load(
     tensors = decode(tensors, dense, layers) if dense else tensors
     online = rotations is not None and execution != "dense"
     if stored or cache is not None or online:
-        written, modules = write_config(stored, plan.all_layers, cache), _stored_layers(tensors, layers, stored)
+        written, modules = write_config(stored, plan.all_layers, cache), held_layers(tensors, layers, stored)
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
         written |= {"transform_config": rotations.model_dump(mode="json")} if rotations is not None and online else {}
         options["quantization_config"] = CompressedConfig(written, modules, held)
@@ -277,28 +274,6 @@ _CONSUMED = (
     "config",
 )
 """Arguments that name files, which transformers does not get to see, or that are set anew."""
-
-
-def _stored_layers(
-    tensors: Mapping[str, LazyTensor], layers: Sequence[Layer], schemes: Mapping[str, QuantizationScheme]
-) -> tuple[StoredLayer, ...]:
-    """How each compressed layer is held in the model, read off the tensors that the loader will see."""
-    found: dict[str, dict[str, LazyTensor]] = {}
-    for name, tensor in tensors.items():
-        owner, _, part = name.rpartition(".")
-        if owner in schemes and part != "bias":
-            found.setdefault(owner, {})[part] = tensor
-    result = []
-    for layer in layers:
-        if layer.name in schemes:
-            parts = {
-                part: (tuple(tensor.shape), loaded_dtype(part, tensor.dtype, layer.dtype))
-                for part, tensor in found[layer.name].items()
-            }
-            match = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
-            expert = match[1] if match else None
-            result.append(StoredLayer(layer.module, schemes[layer.name], parts, layer.shape, layer.dtype, expert))
-    return tuple(result)
 
 
 def _cache_parts(

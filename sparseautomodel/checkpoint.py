@@ -189,6 +189,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.values())
 
+    def only(self, names: Iterable[str]) -> Checkpoint:
+        """The same files with these tensors alone."""
+        return Checkpoint({name: self[name] for name in names}, self.files, self._reads)
+
     def reads(self) -> dict[str, tuple[float, int]]:
         """Of each tensor: how many times its bytes were read, and how many bytes that was."""
         result = {}
@@ -219,7 +223,7 @@ def open_checkpoint(
         known = ", ".join(("subfolder", "variant", "use_safetensors", *HUB_KEYS))
         raise TypeError(f"unexpected argument {', '.join(unknown)}. What a checkpoint is opened with: {known}")
     root = Path(name_or_path)
-    find = _local_finder(root / subfolder) if root.is_dir() else _hub_finder(str(name_or_path), subfolder, hub)
+    find = local_finder(root / subfolder) if root.is_dir() else hub_finder(str(name_or_path), subfolder, hub)
     stem = f".{variant}" if variant else ""
     single, index = f"model{stem}.safetensors", f"model.safetensors.index{stem}.json"
     if use_safetensors is not False:
@@ -244,13 +248,13 @@ def open_checkpoint(
     )
 
 
-def open_files(files: list[str]) -> Checkpoint:
+def open_files(files: list[str], reads: Reads | None = None) -> Checkpoint:
     """The checkpoint in these safetensors files, whatever lies beside them. Headers are read and checked.
 
     Raises:
         CheckpointError: a file is truncated, or a tensor is stored twice; all are named.
     """
-    reads, problems = Reads(), []
+    reads, problems = reads or Reads(), []
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
@@ -273,11 +277,11 @@ def open_files(files: list[str]) -> Checkpoint:
     return Checkpoint(tensors, files, reads)
 
 
-def _local_finder(folder: Path) -> Any:
+def local_finder(folder: Path) -> Any:
     return lambda file: str(folder / file) if (folder / file).is_file() else None
 
 
-def _hub_finder(name: str, subfolder: str, hub: dict[str, Any]) -> Any:
+def hub_finder(name: str, subfolder: str, hub: dict[str, Any]) -> Any:
     return lambda file: cached_file(
         name,
         file,
@@ -288,7 +292,7 @@ def _hub_finder(name: str, subfolder: str, hub: dict[str, Any]) -> Any:
     )
 
 
-def _weight_map(index_file: str) -> dict[str, str]:
+def read_weight_map(index_file: str) -> dict[str, str]:
     """Tensor name -> name of its file, from an index."""
     try:
         weight_map = json.loads(Path(index_file).read_text())["weight_map"]
@@ -301,7 +305,7 @@ def _weight_map(index_file: str) -> dict[str, str]:
 
 def _shards_of(index_file: str, find: Any) -> tuple[dict[str, str], list[str]]:
     """Tensor name -> file, and the files, from an index; every file must be there."""
-    weight_map = _weight_map(index_file)
+    weight_map = read_weight_map(index_file)
     if not weight_map:
         raise CheckpointError(f"{index_file} names no tensor: it is damaged, or nothing was saved")
     outside = sorted({shard for shard in weight_map.values() if os.path.basename(shard) != shard})
@@ -349,7 +353,7 @@ def _stale_shards(files: list[str]) -> list[str]:
 
 def _refuse_two_checkpoints(single_file: str, index_file: str) -> None:
     """A folder may hold `model.safetensors` beside an index only when both name the same tensors."""
-    single, indexed = set(open_files([single_file])), set(_weight_map(index_file))
+    single, indexed = set(open_files([single_file])), set(read_weight_map(index_file))
     if single != indexed:
         raise CheckpointError(
             f"{os.path.dirname(index_file)} holds two checkpoints: {os.path.basename(single_file)} with {len(single)} "

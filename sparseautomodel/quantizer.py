@@ -6,6 +6,7 @@ own (`sparseautomodel`); what it writes to config.json is an ordinary compressed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseautomodel.architecture import expert_merges, merges_experts
+from sparseautomodel.checkpoint import LazyTensor
 from sparseautomodel.compressed_layers import (
     CompressedEmbedding,
     CompressedExperts,
@@ -27,6 +29,8 @@ from sparseautomodel.compressed_layers import (
     compressed,
 )
 from sparseautomodel.distributed import plan_for_compressed, restore_plan
+from sparseautomodel.modifiers import Layer
+from sparseautomodel.transform import loaded_dtype
 
 NAME = "sparseautomodel"
 
@@ -119,6 +123,28 @@ class CompressedQuantizer(HfQuantizer):
         if not any(isinstance(module, CompressedExperts) for module in model.modules()):
             return weight_conversions
         return [entry for entry in weight_conversions if not merges_experts(entry)]
+
+
+def held_layers(
+    tensors: Mapping[str, LazyTensor], layers: Sequence[Layer], schemes: Mapping[str, QuantizationScheme]
+) -> tuple[StoredLayer, ...]:
+    """How each compressed layer is held in the model, read off the tensors that the loader will see."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        owner, _, part = name.rpartition(".")
+        if owner in schemes and part != "bias":
+            found.setdefault(owner, {})[part] = tensor
+    result = []
+    for layer in layers:
+        if layer.name in schemes:
+            parts = {
+                part: (tuple(tensor.shape), loaded_dtype(part, tensor.dtype, layer.dtype))
+                for part, tensor in found[layer.name].items()
+            }
+            match = re.match(r".*\.(\d+\..+)$", layer.name) if layer.expert else None
+            expert = match[1] if match else None
+            result.append(StoredLayer(layer.module, schemes[layer.name], parts, layer.shape, layer.dtype, expert))
+    return tuple(result)
 
 
 def put(model: nn.Module, layer: StoredLayer) -> None:

@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tests.block_families import save_family
 
 SMOLLM2 = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
 SIZES = {
@@ -141,6 +144,12 @@ def tiny_bert(save_model: Callable[[PreTrainedConfig], Path]) -> Path:
     """A BERT with its masked-language head: an encoder, biases everywhere, tied decoder."""
     decoder_only = ("num_key_value_heads", "bos_token_id", "eos_token_id")
     return save_model(BertConfig(**{key: size for key, size in SIZES.items() if key not in decoder_only}))
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a family in `block_families` -> folder of a tiny model of it, that no test may change."""
+    return functools.cache(lambda name: save_family(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="session")

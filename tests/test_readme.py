@@ -21,12 +21,13 @@ def beside_a_model(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyP
     """A working folder where the README's model path holds the tiny Llama."""
     shutil.copytree(tiny_llama, tmp_path / ".cache" / "smollm2")
     shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
 
 def test_python_blocks_run_in_order(beside_a_model: None) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
