@@ -29,6 +29,7 @@ from sparseautomodel.arguments import (
     is_foreign,
     read_config,
 )
+from sparseautomodel.budgeted import Home, execution_device
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.layers import attention_modules, cache_scales
@@ -72,6 +73,9 @@ class SparseAutoModel:
                 not need data. None loads the checkpoint as it is.
             execution: `"auto"` runs compressed layers in the fastest way there is, `"compressed"` dequantizes a tile of
                 a layer at a time inside forward, `"dense"` dequantizes at load and gives a trainable dense model.
+            device_budget: bytes, or text such as "6GiB", that weights and calls may take of the memory of one device
+                (`device_map="cuda"`; `"cpu"`: of this process). The rest of the weights waits in host memory or in
+                files and comes block by block; `model.residency` reports it and takes another budget.
             strict: anything unread, unfilled, non-finite or unexplained is an error; False makes it a warning.
             requantize: allow a recipe over a compressed checkpoint: it is decoded and done anew.
             kwargs: all that `AutoModelFor*.from_pretrained` takes, passed on unchanged.
@@ -89,14 +93,17 @@ class SparseAutoModel:
         started = time.perf_counter()
         check_arguments(execution, device_budget, recipe, kwargs)
         recipe = None if recipe is None else Recipe.load(recipe)
+        home = None if device_budget is None else Home(execution_device(kwargs), device_budget)
         if is_for_transformers_alone(name_or_path, recipe, kwargs):
-            return cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
+            model = cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
+            return model if home is None else home.attach(model)
         with BUILDING:
             config, kwargs = read_config(name_or_path, kwargs)
             if recipe is None and is_foreign(config, kwargs):
-                return cls.auto_class.from_pretrained(  # type: ignore[attr-defined]
+                model = cls.auto_class.from_pretrained(  # type: ignore[attr-defined]
                     name_or_path, *model_args, config=config, **kwargs
                 )
+                return model if home is None else home.attach(model)
             files = {
                 key: kwargs[key] for key in (*HUB_KEYS, "subfolder", "variant", "use_safetensors") if key in kwargs
             }
@@ -120,14 +127,16 @@ class SparseAutoModel:
                 warnings.warn(text, stacklevel=2)
             planned = time.perf_counter()
             kwargs.setdefault("ignore_mismatched_sizes", not strict)
-            model, info = _load(name_or_path, model_args, checkpoint, architecture, plan, execution, kwargs)
+            model, info = _load(name_or_path, model_args, checkpoint, architecture, plan, execution, home, kwargs)
             loaded = time.perf_counter()
             restored = restore_buffers(model)
         unexplained, initialized = _initialized(info, architecture, kwargs["ignore_mismatched_sizes"])
-        problems = check_loading(checkpoint, architecture, plan, unexplained) + list(verify(model).problems)
+        problems = check_loading(checkpoint, architecture, plan, unexplained)
+        problems += verify(model, after_each=home.rest if home else None).problems
         _report(problems, strict, name_or_path)
         seconds = {"plan": planned - started, "load": loaded - planned, "verify": time.perf_counter() - loaded}
         model.load_report = LoadReport.of(checkpoint, plan, info | {"missing_keys": initialized}, seconds, restored)
+        model = model if home is None else home.attach(model)
         return (model, info) if kwargs.get("output_loading_info") else model
 
 
@@ -138,6 +147,7 @@ def _load(
     architecture: Architecture,
     plan: Plan,
     execution: str,
+    home: Home | None,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Hand transformers the checkpoint as the plan changes it, and let it load."""
@@ -173,9 +183,13 @@ def _load(
         held = _cache_parts(architecture, plan, tensors, scales, dtype) if cache is not None else None
         options["quantization_config"] = CompressedConfig(written, modules, held)
     model_class: Any = architecture.model_class
+    if home is not None:
+        tensors, model_class = home.tensors(tensors, architecture, dtype), home.model_class(model_class)
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
+    if home is not None:
+        home.loaded(model, architecture.model_class)
     model.config.name_or_path = model.name_or_path = str(name_or_path)
     if architecture.ties and not model.all_tied_weights_keys and architecture.can_untie:
         _untie(model.config)  # the files hold two different tensors, and they win

@@ -91,6 +91,13 @@ class StoredTensor(LazyTensor):
         self._reads.add(self.name, values.nbytes)
         return values
 
+    def place(self) -> tuple[str, int] | None:
+        """The file and the offset of the bytes in it, where they lie there as they are. Whoever reads them counts."""
+        return getattr(self._data, "place", None)
+
+    def count(self) -> None:
+        self._reads.add(self.name, self.nbytes)
+
     def __repr__(self) -> str:
         return f"StoredTensor({self.name}, {tuple(self.shape)}, {self.dtype}, {os.path.basename(self.file)})"
 
@@ -108,13 +115,13 @@ class _SafetensorsFile:
         header = json.loads(os.pread(self._descriptor, length, 8))
         header.pop("__metadata__", None)
         self.entries = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]))
-        self._start = 8 + length
+        self.start = 8 + length
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """The tensor, or its rows `rows.start` to `rows.stop`."""
         entry = self.entries[name]
         shape, dtype = list(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]]
-        offset = self._start + entry["data_offsets"][0]
+        offset = self.start + entry["data_offsets"][0]
         if rows is not None:
             offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
             shape[0] = rows.stop - rows.start
@@ -134,6 +141,7 @@ class _FileTensor:
 
     def __init__(self, file: _SafetensorsFile, name: str) -> None:
         self._file, self._name = file, name
+        self.place = file.path, file.start + file.entries[name]["data_offsets"][0]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         shape = self._file.entries[self._name]["shape"]

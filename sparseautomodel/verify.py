@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,14 @@ def verify(model_or_path: Any, against: str | os.PathLike[str] | None = None, **
 
     Args:
         against: the checkpoint it was made from: what was zero must be zero, what the recipe left alone unchanged.
-        kwargs: trust_remote_code, subfolder, revision, ... for a checkpoint.
+        kwargs: trust_remote_code, subfolder, revision, ... for a checkpoint; for a model `after_each`, which is called
+            after each tensor that was looked at.
 
     >>> verify("compressed-folder", against="dense-folder").raise_for_problems()  # doctest: +SKIP
     """
     with torch_threads(1, torch.get_num_threads()), torch.no_grad():  # the operations are many and small
         if isinstance(model_or_path, nn.Module):
-            return _verify_model(model_or_path)
+            return _verify_model(model_or_path, kwargs.get("after_each"))
         return _verify_files(model_or_path, against, **kwargs)
 
 
@@ -144,14 +145,18 @@ def _belongs_to_a_head(architecture: Architecture, name: str) -> bool:
     return of_another and top not in known and not name.startswith(f"{prefix}.")
 
 
-def _verify_model(model: nn.Module) -> Verdict:
+def _verify_model(model: nn.Module, after_each: Callable[[], None] | None = None) -> Verdict:
     problems = []
     tensors = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     hollow = [name for name, value in tensors if value.is_meta] + [name for name, _ in meta_attributes(model)]
     offloaded = "disk" in set((getattr(model, "hf_device_map", None) or {}).values())
     if hollow and not offloaded:
         problems.append(f"on the meta device, without values: {few(hollow)}. Load them or call materialize(model)")
-    bad = [name for name, value in tensors if not value.is_meta and not is_finite(value)]
+    bad = []
+    for name, value in tensors:
+        bad += [] if value.is_meta or is_finite(value) else [name]
+        if after_each is not None:
+            after_each()
     if bad:
         problems.append(f"not finite: {few(bad)}")
     scales = [name for name, value in _scales(model) if not value.is_meta and not is_positive(value)]
