@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 
 def set_classes(model: nn.Module, placed: bool) -> None:
@@ -18,20 +20,27 @@ def set_classes(model: nn.Module, placed: bool) -> None:
             module.__class__ = _placed(cls) if placed else cls.__base__
 
 
-def length_of(cache: Any) -> int:
-    """Tokens in a cache of keys and values; 0 where there is none."""
-    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+def lengths_of(kwargs: Mapping[str, Any]) -> list[int]:
+    """Tokens in each layer of the cache of keys and values that a call is given."""
+    return [int(layer.get_seq_length()) for layer in _layers(kwargs)]
 
 
-def crop(cache: Any, length: int) -> bool:
-    """Take a cache back to `length` tokens; whether it can be."""
-    if any(getattr(layer, "is_sliding", False) for layer in getattr(cache, "layers", ())):
+def take_back(kwargs: Mapping[str, Any], lengths: Sequence[int]) -> bool:
+    """Let the cache of a call that failed hold what it held before; whether that can be done."""
+    layers = _layers(kwargs)
+    if any(type(layer) is not DynamicLayer for layer in layers):
         return False
-    try:
-        cache.crop(length)
-    except (AttributeError, NotImplementedError, ValueError):
-        return False
+    for number, layer in enumerate(layers):
+        length = lengths[number] if number < len(lengths) else 0
+        if layer.is_initialized:  # keys and values may differ in length: memory can run out between them
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
     return True
+
+
+def _layers(kwargs: Mapping[str, Any]) -> list[Any]:
+    """The layers of a cache that a call adds to; those of cross attention are written whole, or not."""
+    caches = [value for value in kwargs.values() if isinstance(value, Cache)]
+    return [layer for cache in caches for layer in getattr(cache, "self_attention_cache", cache).layers]
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from sparseautomodel.devices import Device
 from sparseautomodel.hooks import Rows, WatchedParameters, around
-from sparseautomodel.placed import crop, length_of, set_classes
+from sparseautomodel.placed import lengths_of, set_classes, take_back
 from sparseautomodel.placement import FIXED, Placement, place
 from sparseautomodel.residency_report import ResidencyReport, UnitReport
 from sparseautomodel.save import parse_size
@@ -123,15 +123,14 @@ class Residency:
         with self._lock:
             args = tuple(self._moved(value) for value in args)
             kwargs = {name: self._moved(value) for name, value in kwargs.items()}
-            cache = kwargs.get("past_key_values")
-            length = length_of(cache)
+            lengths = lengths_of(kwargs)
             try:
                 return forward(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)
                 reason = str(error)
             self._reset()
-            if length_of(cache) != length and not crop(cache, length):
+            if not take_back(kwargs, lengths):
                 raise out_of_memory(
                     self._device.device, self._budget, f"The cache cannot be taken back to call again. {reason}"
                 )

@@ -127,7 +127,8 @@ def find_units(model: nn.Module, known: Container[int] = ()) -> list[Unit]:
     for unit in units:
         if unit.nbytes * SMALL <= largest:
             unit.kind = FIXED
-    return units
+    order = {module: number for number, module in enumerate(model.modules())}
+    return sorted(units, key=lambda unit: min(order[module] for module in unit.carriers or unit.gathered))
 
 
 def block_names(model: nn.Module) -> list[str]:
