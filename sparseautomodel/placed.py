@@ -12,12 +12,18 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 
-def set_classes(model: nn.Module, placed: bool) -> None:
-    """Let a model and the models in it say the device that they run on, and call their `residency`; or not any more."""
+def set_classes(model: nn.Module, residency: Any) -> None:
+    """Let a model and the models in it, such as its encoder, be called through `residency`; None: not any more."""
     for module in model.modules():
         cls: Any = type(module)
-        if isinstance(module, PreTrainedModel) and placed != getattr(cls, "is_placed", False):
-            module.__class__ = _placed(cls) if placed else cls.__base__
+        if not isinstance(module, PreTrainedModel):
+            continue
+        is_placed = getattr(cls, "is_placed", False)
+        if residency is not None:
+            module.__class__ = cls if is_placed else _placed(cls)
+            module.residency = residency  # type: ignore[assignment]
+        elif is_placed:
+            module.__class__ = cls.__base__
 
 
 def lengths_of(kwargs: Mapping[str, Any]) -> list[int]:

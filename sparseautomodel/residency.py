@@ -29,6 +29,8 @@ from sparseautomodel.units import LAYER, Unit, find_units
 from sparseautomodel.working import WorkingMemory, out_of_memory, shape_of
 
 NOTHING = Placement((), (), ((), ()))
+SAFE = (1, 512)
+"""The shape of a call for which there must be room besides all weights, or else calls are watched."""
 
 
 class Residency:
@@ -60,7 +62,8 @@ class Residency:
         self._lock = threading.RLock()
         self._working = WorkingMemory(model)
         self._placement = NOTHING
-        self._room, self._parked, self._running, self._before = 0, True, False, 0
+        self._room, self._parked, self._before = 0, True, 0
+        self._running: nn.Module | None = None
         self._shape: tuple[int, ...] = ()
         self._adopt(find_units(model))
         self.set_budget(budget)
@@ -121,6 +124,8 @@ class Residency:
             torch.OutOfMemoryError: it is not enough either. The model is as before the call.
         """
         with self._lock:
+            if self._running is not None:
+                return forward(*args, **kwargs)
             args = tuple(self._moved(value) for value in args)
             kwargs = {name: self._moved(value) for name, value in kwargs.items()}
             lengths = lengths_of(kwargs)
@@ -213,10 +218,10 @@ class Residency:
 
     def _hook(self) -> None:
         """Meet every unit where it runs; where all are resident, put their values in place for good."""
-        if not self._placement.streamed:
+        if not self._placement.streamed and self._budget >= self._placement.nbytes + self._working.of(SAFE):
             for unit in self._resident:
                 self._show(unit, self._resident[unit][1])
-            set_classes(self._model, placed=False)
+            set_classes(self._model, None)
             return
         for unit in self._units:
             for module in unit.carriers:
@@ -225,9 +230,11 @@ class Residency:
                 )
             for module in unit.gathered:
                 self._hook_rows(unit, module)
-        self._hooks += around(self._model, self._begin, self._end)
+        for module in self._model.modules():
+            if isinstance(module, PreTrainedModel) or module is self._model:
+                self._hooks += around(module, self._begin, self._end)
         if self._device.copies_values:
-            set_classes(self._model, placed=True)
+            set_classes(self._model, self)
             self._watch()
 
     def _unhook(self) -> None:
@@ -250,7 +257,7 @@ class Residency:
         self._hooks += around(module, lambda module, args, kwargs: rows.enter(args, kwargs), lambda *_: rows.leave())
 
     def _count_rows(self, unit: Unit, nbytes: int) -> None:
-        self._traffic[unit].add(nbytes)
+        self._traffic[unit].nbytes += nbytes
 
     def _drop_rows(self, unit: Unit) -> None:
         if unit not in carried(self._rings):
@@ -267,7 +274,7 @@ class Residency:
     def _read(self, value: Any) -> Any:
         """What a parameter of a module reads as: while the model runs, its value on the device."""
         unit, number = self._where.get(id(value), (None, 0))
-        if not self._running or unit is None:
+        if self._running is None or unit is None:
             return value
         held = self._resident.get(unit) or self._guests.get(unit)
         if held is None:
@@ -316,10 +323,12 @@ class Residency:
             for slot in ring.slots:
                 slot.in_use = False
         self._guests.clear()
-        self._running = False
+        self._running = None
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._running:
+        if self._running is not None and self._running is not module:
+            return  # the encoder in a model; it may also be called by itself
+        if self._running is not None:
             self._reset()  # an earlier call was broken off
         self._find_adapters()
         self._shape = shape_of(args, kwargs)
@@ -333,13 +342,13 @@ class Residency:
                 self._arrange(max(room, 0))
         self._before = self._device.in_use()
         self._device.reset_peak()
-        self._running = True
+        self._running = module
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._running:
+        if self._running is not module:
             return
         self._guests.clear()
-        self._running = False
+        self._running = None
         if (peak := self._device.peak()) and output is not None:
             self._working.learn(self._shape, max(0, peak - self._before))
         if self._room < 0:

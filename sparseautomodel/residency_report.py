@@ -18,7 +18,9 @@ class UnitReport:
     state: str
     """`resident`, `streamed`, or `rows`: an embedding of which the rows that are asked for come."""
     copies: int
+    """Of the whole unit."""
     copied_nbytes: int
+    """Rows of embeddings with them."""
     stalled_seconds: float
     """How long forwards waited for it."""
 

@@ -85,6 +85,8 @@ class FakeTensor(torch.Tensor):
     def __new__(cls: type, cpu: torch.Tensor, requires_grad: bool = False) -> FakeTensor:
         if isinstance(cpu, FakeTensor):
             return cpu
+        if cpu.is_meta:  # accelerate makes a tensor of the class it found, also when it takes the values away
+            return torch.nn.Parameter(cpu, requires_grad=False)  # type: ignore[return-value]
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             cpu.shape,
@@ -97,6 +99,9 @@ class FakeTensor(torch.Tensor):
         self._cpu = cpu
         meter.charge(self, cpu)
         return self
+
+    def tolist(self) -> Any:
+        return self._cpu.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"FakeTensor({self._cpu!r})"
