@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 _TILE = 1 << 22
-"""Weights that a compressed layer dequantizes at a time."""
+"""Weights that a compressed layer dequantizes at a time; in all of its steps 4 bytes each."""
+_TABLES = 1 << 20
+"""Of small tables that are made once."""
 
 
 class WorkingMemory:
@@ -59,7 +61,7 @@ def _scratch(model: nn.Module) -> int:
     """What a layer that is stored compressed needs to be dequantized, a tile at a time."""
     layers = [layer for layer in model.modules() if getattr(layer, "quantization_scheme", None) is not None]
     sizes = [getattr(layer, "in_features", 0) * getattr(layer, "out_features", 0) for layer in layers]
-    return 8 * min(_TILE, max(sizes, default=0))
+    return 4 * min(_TILE, max(sizes)) + _TABLES if _TILE and sizes else 0
 
 
 def out_of_memory(device: torch.device, budget: int, reason: str) -> torch.OutOfMemoryError:

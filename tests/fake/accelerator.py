@@ -16,8 +16,14 @@ from tests.fake.device import DEVICE, meter
 class FakeAccelerator(Accelerator):
     """`Accelerator` on the fake device, which has no streams: copies are done when they are asked for."""
 
-    def __init__(self, files: MappedFiles | None = None) -> None:
+    def __init__(self, files: MappedFiles | None = None, weights_only: bool = False) -> None:
+        """
+        Args:
+            weights_only: as if calls needed no memory besides.
+        """
+        self._weights_only = weights_only
         self.device, self._files, self._pins = DEVICE, files, False
+        self._base = meter.live
         self._homes: dict[Unit, Tensor] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.home = "file" if files else "host"
@@ -33,10 +39,10 @@ class FakeAccelerator(Accelerator):
         pass
 
     def in_use(self) -> int:
-        return meter.live
+        return 0 if self._weights_only else meter.live - self._base
 
     def peak(self) -> int:
-        return meter.peak
+        return 0 if self._weights_only else meter.peak - self._base
 
     def reset_peak(self) -> None:
         meter.peak = meter.live
