@@ -50,7 +50,7 @@ class MappedFiles:
         self._arena, self._arena_at, self._used = torch.empty(0, dtype=torch.uint8), 0, 0
         self._reread = True
 
-    def stored(self, tensor: StoredTensor) -> Tensor | None:
+    def stored(self, tensor: StoredTensor, count: bool = True) -> Tensor | None:
         """A checkpoint's tensor as a view on its file, counted as read; None where it has to be read to be used."""
         place = tensor.place()
         if place is None or tensor.nbytes < SMALLEST or place[1] % tensor.dtype.itemsize:
@@ -59,7 +59,8 @@ class MappedFiles:
         with self._lock:
             if path not in self._files:
                 self._files[path] = self._map_file(path)
-        tensor.count()
+        if count:
+            tensor.count()
         return self._files[path][offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def keep(self, tensor: Tensor, anew: bool = False) -> Tensor:
