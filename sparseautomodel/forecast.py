@@ -50,10 +50,10 @@ class Forecast:
     def __str__(self) -> str:
         if not self.fits:
             return f"device_budget={self.budget:,} is too small: at least {self.least_nbytes:,} bytes are needed"
+        speed = f"at least {self.seconds * 1e3:.1f} ms at {self.bandwidth / 1e9:.1f} GB/s"
         return (
-            f"under device_budget={self.budget:,}: {self.resident_nbytes:,} bytes stay, slots of {self.staging_nbytes:,}, "
-            f"{self.streamed_nbytes:,} bytes come with each token, which takes at least {self.seconds * 1e3:.1f} ms at "
-            f"{self.bandwidth / 1e9:.1f} GB/s"
+            f"under device_budget={self.budget:,}: {self.resident_nbytes:,} bytes stay, slots take "
+            f"{self.staging_nbytes:,}, {self.streamed_nbytes:,} come with each token: {speed}"
         )
 
 
@@ -76,20 +76,17 @@ def forecast(
         device: where the model is to run. Some of its memory is used for a moment to measure how fast weights come.
     """
     units = find_units(architecture.skeleton)
-    predicted = [
-        _Predicted("block" if unit.kind == FIXED else unit.kind, unit.level, unit.streamable) for unit in units
-    ]
+    predicted = [_Predicted(unit.kind, unit.level, unit.streamable) for unit in units]
     number_of = {id(value.home): number for number, unit in enumerate(units) for value in unit.values}
     names = dict(architecture.skeleton.named_parameters(remove_duplicate=False))
     for name, tensor in tensors.items():
-        parameter = architecture.parameters.get(name) or architecture.parameters.get(
-            f"{name.rpartition('.')[0]}.weight"
-        )
+        dense = f"{name.rpartition('.')[0]}.weight"
+        parameter = architecture.parameters.get(name) or architecture.parameters.get(dense)
         if parameter in names:
             predicted[number_of[id(names[parameter])]].nbytes += tensor.nbytes
     largest = max((unit.nbytes for unit in predicted), default=0)
-    for unit, source in zip(predicted, units, strict=True):
-        unit.kind = FIXED if source.kind == FIXED or unit.nbytes * SMALL <= largest else unit.kind
+    for unit in predicted:
+        unit.kind = FIXED if unit.nbytes * SMALL <= largest else unit.kind
     room, working = parse_size(budget), WorkingMemory(architecture.skeleton).of((1, 1))
     found = place(predicted, room - working)
     return Forecast(

@@ -106,9 +106,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A table with one line for each run of like layers, the totals, who reads the result, notes and problems."""
-        lines = [f"Plan for {self.source}"]
-        if self.rows:
-            lines += _table(self.rows)
+        lines = [f"Plan for {self.source}", *(_table(self.rows) if self.rows else [])]
         share = self.parameters_changed / self.parameters if self.parameters else 0.0
         saved = self.nbytes_after / self.nbytes_before if self.nbytes_before else 1.0
         changed = sum(bool(row.modifiers) for row in self.rows)
@@ -335,10 +333,11 @@ def _sizes(checkpoint: Checkpoint, stored: StoredLayers, plans: Sequence[LayerPl
     # What is compressed already is decoded, all of it, before anything else is done.
     decoded = [layer for layer in stored.layers if layer.name in stored.schemes]
     packed = _layer_nbytes(checkpoint)
-    dense = before + sum(_dense_nbytes(layer) - packed[layer.name] for layer in decoded)
     own = [plan.layer for plan in plans if plan.source == f"{plan.layer.name}.weight"]
-    after = dense - sum(map(_dense_nbytes, own)) + sum(plan.nbytes for plan in plans)
-    return before, after, max([largest, *map(_dense_nbytes, decoded)])
+    unpacked = {layer.name: math.prod(layer.shape) * layer.dtype.itemsize for layer in [*decoded, *own]}
+    dense = before + sum(unpacked[layer.name] - packed[layer.name] for layer in decoded)
+    after = dense - sum(unpacked[layer.name] for layer in own) + sum(plan.nbytes for plan in plans)
+    return before, after, max([largest, *(unpacked[layer.name] for layer in decoded)])
 
 
 def _layer_nbytes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -348,10 +347,6 @@ def _layer_nbytes(checkpoint: Checkpoint) -> dict[str, int]:
         owner, _, part = name.rpartition(".")
         nbytes[owner] = nbytes.get(owner, 0) + (0 if part == "bias" else tensor.nbytes)
     return nbytes
-
-
-def _dense_nbytes(layer: Layer) -> int:
-    return math.prod(layer.shape) * layer.dtype.itemsize
 
 
 def _row(plan: LayerPlan, nbytes: Mapping[str, int]) -> PlanRow:
