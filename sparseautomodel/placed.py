@@ -21,7 +21,7 @@ def set_classes(model: nn.Module, residency: Any) -> None:
         is_placed = getattr(cls, "is_placed", False)
         if residency is not None:
             module.__class__ = cls if is_placed else _placed(cls)
-            module.residency = residency  # type: ignore[assignment]
+            module.residency = residency
         elif is_placed:
             module.__class__ = cls.__base__
 

@@ -166,7 +166,7 @@ def test_dict_is_json_and_complete(tiny_mixtral: Path) -> None:
     }
     assert set(data) == {
         *("source", "recipe", "layers", "parameters", "parameters_changed", "nbytes_before", "nbytes_after"),
-        *("peak_load_nbytes", "peak_stream_nbytes", "consumers", "notes", "warnings", "errors"),
+        *("peak_load_nbytes", "peak_stream_nbytes", "consumers", "forecast", "notes", "warnings", "errors"),
     }
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from sparseautomodel import SparseAutoModelForCausalLM, plan
 from sparseautomodel.placement import place
 from sparseautomodel.residency import Residency
 from sparseautomodel.units import find_units
+from tests.conftest import SIZES
 from tests.rigs import ClockDevice, LabelledSlots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,6 +53,28 @@ def test_slots_are_what_is_read(tiny_llama: Path, share: float) -> None:
     model.residency = Residency(model, device, int(least + share * (most - least)) + (4 << 20))
     model.residency._arrange(int(least + share * (most - least)))
     assert torch.equal(model.generate(ids, **SETTINGS), expected)
+    assert device.copied
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_bitsandbytes_models(save_model: Callable[[PreTrainedConfig], Path], form: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = save_model(LlamaConfig(**SIZES | {"num_hidden_layers": 4}))
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(**(four if form == "nf4" else {"load_in_8bit": True}))
+    given = {"quantization_config": config, "dtype": torch.float32}
+    whole = SparseAutoModelForCausalLM.from_pretrained(folder, device_map="cpu", **given)
+    ids = torch.arange(3, 9)[None]
+    expected = whole.generate(ids, **SETTINGS)
+    mapped = SparseAutoModelForCausalLM.from_pretrained(folder, device="cpu", device_budget="20MB", **given)
+    assert torch.equal(mapped.generate(ids, **SETTINGS), expected)
+    units = find_units(whole)
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    device = LabelledSlots(poison_homes=True)
+    whole.residency = Residency(whole, device, most + (4 << 20))
+    for share in range(10, -1, -1):
+        whole.residency._arrange(least + share * (most - least) // 10)
+        assert torch.equal(whole.generate(ids, **SETTINGS), expected), share
     assert device.copied
 
 

@@ -9,7 +9,11 @@ from tests.conftest import SIZES
 
 
 def test_every_tensor_is_in_one_unit() -> None:
-    for config in (LlamaConfig(**SIZES), MixtralConfig(**SIZES, num_local_experts=2), GPT2Config(n_layer=2, n_embd=64)):
+    for config in (
+        LlamaConfig(**SIZES),
+        MixtralConfig(**SIZES, num_local_experts=2),
+        GPT2Config(n_layer=2, n_embd=64, n_head=4),
+    ):
         model = AutoModelForCausalLM.from_config(config)
         units = find_units(model)
         held = [id(value.home) for unit in units for value in unit.values]
