@@ -14,6 +14,7 @@ from transformers.integrations.accelerate import check_and_set_device_map
 from sparseautomodel.checkpoint import HUB_KEYS, LazyTensor
 from sparseautomodel.layers import quantization_of
 from sparseautomodel.recipe import Recipe
+from sparseautomodel.save import parse_size
 
 EXECUTIONS = ("auto", "compressed", "dense")
 
@@ -21,8 +22,8 @@ EXECUTIONS = ("auto", "compressed", "dense")
 def check_arguments(execution: str, device_budget: int | str | None, recipe: Any, kwargs: dict[str, Any]) -> None:
     if execution not in EXECUTIONS:
         raise ValueError(f"execution={execution!r} is not one of {', '.join(map(repr, EXECUTIONS))}")
-    if device_budget is not None:
-        raise ValueError("device_budget is not available in this version; leave it out and pass device_map instead")
+    if device_budget is not None and (isinstance(device_budget, bool) or parse_size(device_budget) <= 0):
+        raise ValueError(f"device_budget={device_budget!r} must be bytes, or text such as '6GiB'")
     if recipe is not None and kwargs.get("quantization_config") is not None:
         raise ValueError("recipe and quantization_config both say how to quantize: leave one of them out")
 

@@ -27,6 +27,7 @@ from sparseautomodel.arguments import (
     is_foreign,
     read_config,
 )
+from sparseautomodel.budgeted import Home, execution_device
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.compressed_layers import kernels_of, settle
@@ -75,6 +76,9 @@ class SparseAutoModel:
                 not need data. None loads the checkpoint as it is.
             execution: `"auto"` runs compressed layers in the fastest way there is, `"compressed"` dequantizes a tile of
                 a layer at a time inside forward, `"dense"` dequantizes at load and gives a trainable dense model.
+            device_budget: bytes, or text such as "6GiB", that weights and calls may take of the memory of one device
+                (`device_map="cuda"`; `"cpu"`: of this process). The rest of the weights waits in host memory or in
+                files and comes block by block; `model.residency` reports it and takes another budget.
             strict: anything unread, unfilled, non-finite or unexplained is an error; False makes it a warning.
             requantize: allow a recipe over a compressed checkpoint: it is decoded and done anew.
             kwargs: all that `AutoModelFor*.from_pretrained` takes, passed on unchanged.
@@ -92,14 +96,17 @@ class SparseAutoModel:
         started = time.perf_counter()
         check_arguments(execution, device_budget, recipe, kwargs)
         recipe = None if recipe is None else Recipe.load(recipe)
+        home = None if device_budget is None else Home(execution_device(kwargs), device_budget)
         if is_for_transformers_alone(name_or_path, recipe, kwargs):
-            return cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
+            model = cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
+            return model if home is None else home.attach(model)
         with BUILDING:
             config, kwargs = read_config(name_or_path, kwargs)
             if recipe is None and is_foreign(config, kwargs):
-                return cls.auto_class.from_pretrained(  # type: ignore[attr-defined]
+                model = cls.auto_class.from_pretrained(  # type: ignore[attr-defined]
                     name_or_path, *model_args, config=config, **kwargs
                 )
+                return model if home is None else home.attach(model)
             files = {
                 key: kwargs[key] for key in (*HUB_KEYS, "subfolder", "variant", "use_safetensors") if key in kwargs
             }
@@ -124,20 +131,22 @@ class SparseAutoModel:
                 warnings.warn(text, stacklevel=2)
             planned = time.perf_counter()
             kwargs.setdefault("ignore_mismatched_sizes", not strict)
-            model, info = _load(name_or_path, model_args, checkpoint, architecture, plan, execution, kwargs)
+            model, info = _load(name_or_path, model_args, checkpoint, architecture, plan, execution, home, kwargs)
             loaded = time.perf_counter()
             restored = restore_buffers(model)
         unexplained, initialized = _initialized(info, architecture, kwargs["ignore_mismatched_sizes"])
-        problems = check_loading(checkpoint, architecture, plan, unexplained) + list(verify(model).problems)
+        problems = check_loading(checkpoint, architecture, plan, unexplained)
+        problems += verify(model, after_each=home.rest if home else None).problems
         _report(problems, strict, name_or_path)
         verified = time.perf_counter()
         if execution == "auto":
-            settle(model)
+            settle(model) if home is None else home.settle(model)
         seconds = {"plan": planned - started, "load": loaded - planned, "verify": verified - loaded}
         seconds["settle"] = time.perf_counter() - verified
         info_of_load = info | {"missing_keys": initialized}
         report = LoadReport.of(checkpoint, plan, info_of_load, seconds, restored, kernels_of(model))
         model.load_report = replace(report, cache=nbytes_a_token(model))
+        model = model if home is None else home.attach(model)
         return (model, info) if kwargs.get("output_loading_info") else model
 
     @classmethod
@@ -188,10 +197,11 @@ class SparseAutoModel:
             options |= {"dtype": dense.dtype, "local_files_only": True}
             if distributed_config is not None:
                 del options["device_map"]
-            model, info = _load(plan.source, (), checkpoint, architecture, plan, "auto", options)
+            model, info = _load(plan.source, (), checkpoint, architecture, plan, "auto", None, options)
             restore_buffers(model)
         model.config.name_or_path = model.name_or_path = config.name_or_path
         _report(check_loading(checkpoint, architecture, plan, info) + list(verify(model).problems), True, plan.source)
+        settle(model)
         return model.train()
 
 
@@ -202,6 +212,7 @@ def _load(
     architecture: Architecture,
     plan: Plan,
     execution: str,
+    home: Home | None,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Hand transformers the checkpoint as the plan changes it, and let it load."""
@@ -243,9 +254,13 @@ def _load(
         options["distributed_config"] = config_for_compressed(kwargs.get("distributed_config"))
     model_class: Any = architecture.model_class
     seed = int(torch.randint(1 << 62, (), generator=torch.default_generator.clone_state()))  # draws nothing
+    if home is not None:
+        tensors, model_class = home.tensors(tensors, architecture, dtype), home.model_class(model_class)
     model, info = model_class.from_pretrained(
         None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **options
     )
+    if home is not None:
+        home.loaded(model, architecture.model_class)
     if info["missing_keys"]:
         initialize_missing(model, info["missing_keys"], common_seed(seed) if is_shared(model) else seed)
     if rotations is not None:

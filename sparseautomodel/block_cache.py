@@ -19,7 +19,8 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_files
+from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_files
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.save import appear_when_complete, write_json, write_tensors
 
 FORMAT = 1

@@ -13,7 +13,6 @@ import pickle
 import re
 import struct
 import threading
-import weakref
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,40 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
-SAFETENSORS_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""The names that the safetensors format gives to dtypes."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+from sparseautomodel.safetensors_file import (
+    DTYPE_NAMES,
+    SAFETENSORS_DTYPES,
+    CheckpointError,
+    FileTensor,
+    SafetensorsFile,
+)
 
 HUB_KEYS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 """Arguments that say where a hub repository comes from."""
 
 SHARD_NAME = re.compile(r"(?P<stem>.+)-\d+-of-\d+\.safetensors")
-
-
-class CheckpointError(ValueError):
-    """The files of a checkpoint are missing, damaged or contradict each other. Names every file and tensor."""
 
 
 class LazyTensor:
@@ -91,67 +71,15 @@ class StoredTensor(LazyTensor):
         self._reads.add(self.name, values.nbytes)
         return values
 
+    def place(self) -> tuple[str, int] | None:
+        """The file and the offset of the bytes in it, where they lie there as they are. Whoever reads them counts."""
+        return getattr(self._data, "place", None)
+
+    def count(self) -> None:
+        self._reads.add(self.name, self.nbytes)
+
     def __repr__(self) -> str:
         return f"StoredTensor({self.name}, {tuple(self.shape)}, {self.dtype}, {os.path.basename(self.file)})"
-
-
-class _SafetensorsFile:
-    """An open file. Reads go straight into the tensor that is returned: bytes that were read do not stay mapped, so
-    memory is what the model needs and nothing else, and a run of rows costs a run of rows."""
-
-    def __init__(self, path: str) -> None:
-        with safe_open(path, framework="pt"):
-            pass  # safetensors checks the header and that the file is as long as it says
-        self.path, self._descriptor = path, os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
-        (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
-        header = json.loads(os.pread(self._descriptor, length, 8))
-        header.pop("__metadata__", None)
-        self.entries = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]))
-        self._start = 8 + length
-
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or its rows `rows.start` to `rows.stop`."""
-        entry = self.entries[name]
-        shape, dtype = list(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]]
-        offset = self._start + entry["data_offsets"][0]
-        if rows is not None:
-            offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
-            shape[0] = rows.stop - rows.start
-        values = torch.empty(shape, dtype=dtype, device="cpu")
-        view = values.view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise CheckpointError(f"{self.path} ends in the middle of {name}: it was changed while it was read")
-            done += count
-        return values
-
-
-class _FileTensor:
-    """Slicing of one tensor of a safetensors file: runs of rows are read alone, anything else through safetensors."""
-
-    def __init__(self, file: _SafetensorsFile, name: str) -> None:
-        self._file, self._name = file, name
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        shape = self._file.entries[self._name]["shape"]
-        if isinstance(index, tuple) and index and _are_whole(index[1:], shape[1:]):
-            index = index[0]  # sharded loading gives a slice for each dimension
-        if index is Ellipsis or index == slice(None):
-            return self._file.read(self._name)
-        if isinstance(index, slice) and shape and index.step in (None, 1):
-            start, stop, _ = index.indices(shape[0])
-            return self._file.read(self._name, slice(start, max(start, stop)))
-        with safe_open(self._file.path, framework="pt") as file:
-            return file.get_slice(self._name)[index].clone()  # a column slice; cloned: the map is closed
-
-
-def _are_whole(index: tuple[Any, ...], shape: list[int]) -> bool:
-    return all(
-        isinstance(one, slice) and one.indices(size) == (0, size, 1) for one, size in zip(index, shape, strict=False)
-    )
 
 
 class Reads:
@@ -258,7 +186,7 @@ def open_files(files: list[str], reads: Reads | None = None) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
-            file = _SafetensorsFile(path)
+            file = SafetensorsFile(path)
         except (SafetensorError, OSError) as error:
             reason = f"it is truncated or damaged: {error}" if os.access(path, os.R_OK) else "permission denied"
             problems.append(f"{path} cannot be read, {reason}")
@@ -270,7 +198,7 @@ def open_files(files: list[str], reads: Reads | None = None) -> Checkpoint:
             elif name in tensors:
                 problems.append(f"{name} is stored twice: in {tensors[name].file} and in {path}")
             else:
-                data = _FileTensor(file, name)
+                data = FileTensor(file, name)
                 tensors[name] = StoredTensor(name, tuple(entry["shape"]), dtype, path, data, reads)
     if problems:
         raise CheckpointError("the checkpoint is damaged:\n  " + "\n  ".join(problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ def check_initial(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     optimizer: Optimizer | None = None,
+    after_each: Callable[[], None] | None = None,
 ) -> list[str]:
     """What is wrong with the tensors of a module that was initialized or loaded.
 
@@ -34,7 +35,9 @@ def check_initial(
         dtype: of all floating parameters; None: any.
         device: of all parameters and buffers; None: any.
         optimizer: it must hold parameters of `module`, and none on the meta device.
+        after_each: called after each tensor that was looked at.
     """
+    rest = after_each or (lambda: None)
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     every = parameters | buffers
     hollow = [name for name, value in every.items() if value.is_meta]
@@ -42,15 +45,22 @@ def check_initial(
     problems = []
     if hollow and not offloaded:
         problems.append(f"on the meta device, without values: {listed(hollow)}. Load them or call materialize(model)")
-    never = {name: count for name, value in every.items() if not value.is_meta and (count := poisoned(local(value)))}
+    never, bad = {}, []
+    for name, value in every.items():
+        if value.is_meta:
+            continue
+        if count := poisoned(local(value)):
+            never[name] = count
+        elif name in parameters:
+            bad += [] if is_finite(local(value)) else [name]
+        elif math.isnan(spread(local(value))[0]):
+            bad.append(name)
+        rest()
     if never:
         problems.append(f"never written: {listed(never)}. {WRITE_THEM}")
-    bad = [name for name, value in parameters.items() if not value.is_meta and not is_finite(local(value))]
-    bad += [name for name, value in buffers.items() if not value.is_meta and math.isnan(spread(local(value))[0])]
-    bad = [name for name in bad if name not in never]
     if bad:
         problems.append(f"not finite: {listed(bad)}")
-    flat = _constant_weights(module)
+    flat = _constant_weights(module, rest)
     if flat:
         problems.append(
             f"constant, as memory that nothing was written to: {listed(flat)}. Call materialize(model) on the model "
@@ -114,7 +124,7 @@ def _broken_ties(model: nn.Module) -> Iterator[str]:
             yield f"{target} and {source} are tied by the config but are two tensors: call model.tie_weights()"
 
 
-def _constant_weights(module: nn.Module) -> list[str]:
+def _constant_weights(module: nn.Module, rest: Callable[[], None]) -> list[str]:
     """Matrices that should be random and are one number throughout: all of them if that is most, else those not zero.
 
     Single matrices are set to zero on purpose (the second matrix of an adapter, the last of a block).
@@ -126,6 +136,7 @@ def _constant_weights(module: nn.Module) -> list[str]:
             continue
         drawn += 1
         low, high = spread(local(weight))
+        rest()
         if low == high:
             constant.append(f"{path}.weight".removeprefix("."))
             odd += constant[-1:] if low else []

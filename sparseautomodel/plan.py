@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from sparseautomodel import checks
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.consumers import Consumer, consumers_of
+from sparseautomodel.forecast import Forecast, forecast
 from sparseautomodel.layers import StoredLayers, cache_scales, quantization_of, stored_layers
 from sparseautomodel.modifiers import Layer, Modifier, ModifierError
 from sparseautomodel.recipe import Recipe
@@ -78,6 +79,7 @@ class Plan:
     """How keys and values are stored; None: as they are."""
     unties: bool = False
     """Whether tied layers come apart because only one of them is changed, or because the format cannot tie."""
+    forecast: Forecast | None = None
 
     def raise_for_errors(self) -> None:
         """Raise `PlanError` with every error, if there is one."""
@@ -95,6 +97,7 @@ class Plan:
             "nbytes_after": self.nbytes_after,
             "peak_load_nbytes": self.peak_load_nbytes,
             "peak_stream_nbytes": self.peak_stream_nbytes,
+            "forecast": self.forecast.to_dict() if self.forecast else None,
             "consumers": [consumer.to_dict() for consumer in self.consumers],
             "notes": list(self.notes),
             "warnings": list(self.warnings),
@@ -103,9 +106,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A table with one line for each run of like layers, the totals, who reads the result, notes and problems."""
-        lines = [f"Plan for {self.source}"]
-        if self.rows:
-            lines += _table(self.rows)
+        lines = [f"Plan for {self.source}", *(_table(self.rows) if self.rows else [])]
         share = self.parameters_changed / self.parameters if self.parameters else 0.0
         saved = self.nbytes_after / self.nbytes_before if self.nbytes_before else 1.0
         changed = sum(bool(row.modifiers) for row in self.rows)
@@ -115,6 +116,7 @@ class Plan:
             f"peak memory: {size_text(self.peak_load_nbytes)} to load with the recipe, "
             f"{size_text(self.peak_stream_nbytes)} to write it with oneshot",
         ]
+        lines += [str(self.forecast)] if self.forecast else []
         for consumer in self.consumers:
             reasons = "".join(f"\n    - {reason}" for reason in consumer.reasons)
             lines.append(f"{consumer.name}: {'reads it' if consumer.reads else 'does not read it'}{reasons}")
@@ -129,6 +131,7 @@ def plan(
     *,
     trust_remote_code: bool | None = None,
     requantize: bool = False,
+    device_budget: int | str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """What `recipe` would do to the model in `name_or_path`, from `config.json` and the file headers alone.
@@ -136,6 +139,7 @@ def plan(
     Args:
         recipe: anything `Recipe.load` takes; None describes the checkpoint as it is.
         requantize: allow a recipe over a checkpoint that is already compressed: it is decoded and done anew.
+        device_budget: say in `.forecast` how the model will run under it, on `device` ("cpu"); a sample is read.
         kwargs: subfolder, revision, variant, token, cache_dir, local_files_only, ... as for `from_pretrained`.
 
     Raises:
@@ -145,17 +149,18 @@ def plan(
     >>> print(plan("model-folder", "w4a16"))  # doctest: +SKIP
     """
     recipe = None if recipe is None else Recipe.load(recipe)
-    config = AutoConfig.from_pretrained(
-        name_or_path,
-        trust_remote_code=trust_remote_code,
-        **{key: value for key, value in kwargs.items() if key not in ("variant", "use_safetensors", "key_mapping")},
-    )
-    key_mapping = kwargs.pop("key_mapping", None)
+    key_mapping, device = kwargs.pop("key_mapping", None), torch.device(kwargs.pop("device", None) or "cpu")
+    named = {key: value for key, value in kwargs.items() if key not in ("variant", "use_safetensors")}
+    config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **named)
     checkpoint = open_checkpoint(name_or_path, **kwargs)
     architecture = read_architecture(
         auto_class_for(config), config, checkpoint, key_mapping=key_mapping, trust_remote_code=trust_remote_code
     )
-    return make_plan(str(name_or_path), checkpoint, architecture, recipe, requantize=requantize)
+    found = make_plan(str(name_or_path), checkpoint, architecture, recipe, requantize=requantize)
+    if device_budget is not None and not found.errors:
+        tensors = planned_tensors(checkpoint, architecture, found, device)
+        found = replace(found, forecast=forecast(tensors, architecture, device_budget, device))
+    return found
 
 
 def make_plan(
@@ -328,10 +333,11 @@ def _sizes(checkpoint: Checkpoint, stored: StoredLayers, plans: Sequence[LayerPl
     # What is compressed already is decoded, all of it, before anything else is done.
     decoded = [layer for layer in stored.layers if layer.name in stored.schemes]
     packed = _layer_nbytes(checkpoint)
-    dense = before + sum(_dense_nbytes(layer) - packed[layer.name] for layer in decoded)
     own = [plan.layer for plan in plans if plan.source == f"{plan.layer.name}.weight"]
-    after = dense - sum(map(_dense_nbytes, own)) + sum(map(_nbytes, plans))
-    return before, after, max([largest, *map(_dense_nbytes, decoded)])
+    unpacked = {layer.name: math.prod(layer.shape) * layer.dtype.itemsize for layer in [*decoded, *own]}
+    dense = before + sum(unpacked[layer.name] - packed[layer.name] for layer in decoded)
+    after = dense - sum(unpacked[layer.name] for layer in own) + sum(plan.nbytes for plan in plans)
+    return before, after, max([largest, *(unpacked[layer.name] for layer in decoded)])
 
 
 def _layer_nbytes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -341,14 +347,6 @@ def _layer_nbytes(checkpoint: Checkpoint) -> dict[str, int]:
         owner, _, part = name.rpartition(".")
         nbytes[owner] = nbytes.get(owner, 0) + (0 if part == "bias" else tensor.nbytes)
     return nbytes
-
-
-def _dense_nbytes(layer: Layer) -> int:
-    return math.prod(layer.shape) * layer.dtype.itemsize
-
-
-def _nbytes(plan: LayerPlan) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.outputs().values())
 
 
 def _row(plan: LayerPlan, nbytes: Mapping[str, int]) -> PlanRow:
@@ -361,7 +359,7 @@ def _row(plan: LayerPlan, nbytes: Mapping[str, int]) -> PlanRow:
         sparsity=max(known, default=None),
         modifiers=tuple(type(modifier).__name__ for modifier in plan.modifiers),
         nbytes_before=nbytes.get(plan.layer.name, 0),
-        nbytes_after=_nbytes(plan),
+        nbytes_after=plan.nbytes,
     )
 
 

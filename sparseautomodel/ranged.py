@@ -16,7 +16,8 @@ from typing import Any
 import httpx2
 import torch
 
-from sparseautomodel.checkpoint import SAFETENSORS_DTYPES, CheckpointError, LazyTensor, Reads
+from sparseautomodel.checkpoint import LazyTensor, Reads
+from sparseautomodel.safetensors_file import SAFETENSORS_DTYPES, CheckpointError
 
 ATTEMPTS = 5
 """How often one range is asked for before it is given up."""

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from sparseautomodel.checkpoint import DTYPE_NAMES, CheckpointError, LazyTensor, StoredTensor
+from sparseautomodel.checkpoint import LazyTensor, StoredTensor
+from sparseautomodel.safetensors_file import DTYPE_NAMES, CheckpointError
 from sparseautomodel.shards import PATTERN, open_shards, shard_files
 from sparseautomodel.threads import SIDE_BY_SIDE
 

@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sparseautomodel.checkpoint import Checkpoint, CheckpointError, Reads, StoredTensor, open_files
+from sparseautomodel.checkpoint import Checkpoint, Reads, StoredTensor, open_files
+from sparseautomodel.safetensors_file import CheckpointError
 
 PATTERN = "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors"
 

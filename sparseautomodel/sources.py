@@ -16,7 +16,6 @@ from huggingface_hub.utils._headers import build_hf_headers
 
 from sparseautomodel.checkpoint import (
     Checkpoint,
-    CheckpointError,
     LazyTensor,
     Reads,
     StoredTensor,
@@ -27,6 +26,7 @@ from sparseautomodel.checkpoint import (
     read_weight_map,
 )
 from sparseautomodel.ranged import DownloadError, RemoteFile, new_client, remote_tensors
+from sparseautomodel.safetensors_file import CheckpointError
 
 File = str | RemoteFile
 

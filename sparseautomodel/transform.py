@@ -50,6 +50,10 @@ class LayerPlan:
         stored = (shape[1], shape[0]) if self.layer.transposed else shape
         return {f"{name}.weight": (stored, self.layer.dtype)}
 
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs().values())
+
     def store(self, weight: Weight, outputs: Mapping[str, torch.Tensor], start: int = 0) -> None:
         """Write the rows in `weight`, which are those from `start` on, into the layer's tensors of `outputs`."""
         if self.scheme is not None:

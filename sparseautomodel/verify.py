@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
-from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
+from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.checks import fused_sets
 from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
 from sparseautomodel.compressed_layers import CompressedLinear
@@ -31,6 +31,7 @@ from sparseautomodel.modifiers import Layer
 from sparseautomodel.numbers import CHUNK_NUMBERS, LIMITS, is_finite
 from sparseautomodel.plan import Plan
 from sparseautomodel.rotations import rotation_tensors, rotations_of
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.threads import torch_threads
 
 REPORT_NAME = "compression_report.json"
@@ -78,7 +79,8 @@ def verify(model_or_path: Any, against: str | os.PathLike[str] | None = None, **
     Args:
         against: the checkpoint it was made from: what was zero must be zero, what the recipe left alone unchanged.
         kwargs: trust_remote_code, subfolder, revision, ... for a checkpoint; for a model `dtype` of its parameters,
-            `device` of all its tensors, and an `optimizer`, which must hold its parameters and none without values.
+            `device` of all its tensors, and an `optimizer`, which must hold its parameters and none without values,
+            and `after_each`, which is called after each tensor that was looked at.
 
     >>> verify("compressed-folder", against="dense-folder").raise_for_problems()  # doctest: +SKIP
     """

@@ -30,7 +30,7 @@ from sparseautomodel import (
     oneshot,
 )
 from sparseautomodel.arguments import compression_device
-from sparseautomodel.checkpoint import CheckpointError
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.verify import VerificationError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -313,7 +313,8 @@ def test_ignore_mismatched_sizes(copied: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"execution": "fast"}, r"execution='fast' is not one of 'auto', 'compressed', 'dense'"),
-    ({"device_budget": "6GiB"}, "device_budget is not available in this version"),
+    ({"device_budget": "much"}, "size 'much' is not a number of bytes"),
+    ({"device_budget": -1}, "device_budget=-1 must be bytes"),
     ({"recipe": "w4a16", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "both say how to quantize"),
     ({"recipe": "w4a16", "gguf_file": "x.gguf"}, r"a recipe cannot be applied to gguf_file.*save_pretrained"),
     ({"recipe": "w4a16", "state_dict": {}}, "a recipe cannot be applied to state_dict"),

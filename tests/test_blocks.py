@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, BitsAndBytesConfig
 
 from sparseautomodel import load_blocks, oneshot
-from sparseautomodel.checkpoint import _SafetensorsFile
 from sparseautomodel.plan import PlanError
+from sparseautomodel.safetensors_file import SafetensorsFile
 from sparseautomodel.verify import VerificationError
 from tests.block_families import BLOCKS, FAMILIES, ODD, full_model, outputs
 
@@ -80,8 +80,8 @@ def test_reads_the_blocks_and_opens_their_files_alone(
 ) -> None:
     folder = folder_of("llama")
     opened: list[str] = []
-    init = _SafetensorsFile.__init__
-    monkeypatch.setattr(_SafetensorsFile, "__init__", lambda self, path: (opened.append(path), init(self, path))[1])
+    init = SafetensorsFile.__init__
+    monkeypatch.setattr(SafetensorsFile, "__init__", lambda self, path: (opened.append(path), init(self, path))[1])
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     mine = {name: file for name, file in index.items() if name.startswith("model.layers.1.")}
     for recipe in (None, FORMATS["w4a16"]):

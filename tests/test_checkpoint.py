@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparseautomodel import checkpoint as module
-from sparseautomodel.checkpoint import SAFETENSORS_DTYPES, CheckpointError, open_checkpoint
+from sparseautomodel.checkpoint import open_checkpoint
+from sparseautomodel.safetensors_file import SAFETENSORS_DTYPES, CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 

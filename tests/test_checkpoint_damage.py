@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sparseautomodel.checkpoint import CheckpointError, open_checkpoint
+from sparseautomodel.checkpoint import open_checkpoint
+from sparseautomodel.safetensors_file import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -161,7 +162,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monke
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("sparseautomodel.checkpoint._SafetensorsFile", refuse)
+    monkeypatch.setattr("sparseautomodel.checkpoint.SafetensorsFile", refuse)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read, permission denied"):
         open_checkpoint(tmp_path)

@@ -21,13 +21,15 @@ ROWS = (
     ("__init__", "__main__"),
     ("console",),
     ("execution",),
-    ("auto", "oneshot", "inspection", "report_page", "blocks", "residency"),
+    ("auto", "oneshot", "inspection", "report_page", "blocks"),
+    ("budgeted",),
+    ("residency",),
     ("calibrated", "stage"),
     ("solving",),
-    ("verify", "report", "calibration", "walk", "layer_charts", "witness"),
+    ("verify", "report", "calibration", "walk", "layer_charts", "witness", "residency_report"),
     ("plan",),
-    ("arguments", "checks", "kv_cache", "from_scratch", "block_cache", "hollow"),
-    ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "sources", "stack"),
+    ("arguments", "checks", "kv_cache", "from_scratch", "block_cache", "hollow", "slots", "forecast"),
+    ("recipe", "layers", "smoother", "quantizer", "completeness", "save", "initialize", "sources", "stack", "devices"),
     (
         "recipe_compat",
         "architecture",
@@ -37,6 +39,8 @@ ROWS = (
         "distributed",
         "initial_checks",
         "ranged",
+        "units",
+        "mapped",
     ),
     ("compressed_layers", "sparse24"),
     (
@@ -54,6 +58,7 @@ ROWS = (
     ),
     ("modifiers", "formats", "checkpoint"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
+    ("codecs", "hooks", "placed", "placement", "working"),
     (
         "charts",
         "crossover",
@@ -69,6 +74,7 @@ ROWS = (
         "numbers",
         "writes",
         "frames",
+        "safetensors_file",
     ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}

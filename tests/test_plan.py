@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparseautomodel import Recipe, SparseAutoModelForCausalLM, oneshot, plan
-from sparseautomodel.checkpoint import CheckpointError, StoredTensor
+from sparseautomodel.checkpoint import StoredTensor
 from sparseautomodel.plan import LIBRARIES_NBYTES, Plan, PlanError, PlanRow, size_text
 from sparseautomodel.recipe import shipped
+from sparseautomodel.safetensors_file import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -166,7 +167,7 @@ def test_dict_is_json_and_complete(tiny_mixtral: Path) -> None:
     }
     assert set(data) == {
         *("source", "recipe", "layers", "parameters", "parameters_changed", "nbytes_before", "nbytes_after"),
-        *("peak_load_nbytes", "peak_stream_nbytes", "consumers", "notes", "warnings", "errors"),
+        *("peak_load_nbytes", "peak_stream_nbytes", "consumers", "forecast", "notes", "warnings", "errors"),
     }
 
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from sparseautomodel import ranged
-from sparseautomodel.checkpoint import CheckpointError, Reads
+from sparseautomodel.checkpoint import Reads
 from sparseautomodel.ranged import ATTEMPTS, DownloadError, RemoteFile, remote_tensors
+from sparseautomodel.safetensors_file import CheckpointError
 from tests.range_server import Served, serve
 
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparseautomodel import save as module
-from sparseautomodel.checkpoint import SAFETENSORS_DTYPES, LazyTensor, open_checkpoint
+from sparseautomodel.checkpoint import LazyTensor, open_checkpoint
+from sparseautomodel.safetensors_file import SAFETENSORS_DTYPES
 from sparseautomodel.save import (
     COMPUTED_AHEAD,
     SIDE_FILES,

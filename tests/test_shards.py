@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparseautomodel.checkpoint import CheckpointError
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.shards import open_shards, shard_files
 
 TENSORS = {

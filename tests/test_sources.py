@@ -14,8 +14,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from sparseautomodel import load_blocks, ranged, sources
-from sparseautomodel.checkpoint import CheckpointError
 from sparseautomodel.ranged import DownloadError
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.sources import fetch_configs, is_url, open_source
 from tests.block_families import full_model, outputs
 from tests.range_server import serve

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import sparseautomodel
 from sparseautomodel import load_blocks
-from sparseautomodel.checkpoint import CheckpointError
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.stage import Stage, chain
 from tests.block_families import BLOCKS, FAMILIES, full_model, outputs
 

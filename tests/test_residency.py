@@ -1,0 +1,200 @@
+"""`device_budget`: what a call gives is what the model gives without it, whatever comes and goes."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from sparseautomodel import SparseAutoModelForCausalLM, plan
+from sparseautomodel.placement import place
+from sparseautomodel.residency import Residency
+from sparseautomodel.units import find_units
+from tests.conftest import SIZES
+from tests.rigs import ClockDevice, LabelledSlots
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_everything_on_the_fake_device() -> None:
+    """In a process of its own, where a second device is registered."""
+    _cases("")
+
+
+def test_a_few_cases_on_the_fake_device() -> None:
+    _cases("ties or everything_fits or difference or cache or others_read or experts or (copies and llama)")
+
+
+def _cases(selected: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/fake/cases.py", "-k", selected]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_slots_are_what_is_read(tiny_llama: Path, share: float) -> None:
+    """Home is spoilt, and so is every slot that nobody waited for or that was given up."""
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe="w4a16", execution="compressed")
+    ids = torch.arange(3, 9)[None]
+    expected = model.generate(ids, **SETTINGS)
+    units = find_units(model)
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    device = LabelledSlots(poison_homes=True)
+    model.residency = Residency(model, device, int(least + share * (most - least)) + (4 << 20))
+    model.residency._arrange(int(least + share * (most - least)))
+    assert torch.equal(model.generate(ids, **SETTINGS), expected)
+    assert device.copied
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_bitsandbytes_models(save_model: Callable[[PreTrainedConfig], Path], form: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = save_model(LlamaConfig(**SIZES | {"num_hidden_layers": 4}))
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(**(four if form == "nf4" else {"load_in_8bit": True}))
+    given = {"quantization_config": config, "dtype": torch.float32}
+    whole = SparseAutoModelForCausalLM.from_pretrained(folder, device_map="cpu", **given)
+    ids = torch.arange(3, 9)[None]
+    expected = whole.generate(ids, **SETTINGS)
+    mapped = SparseAutoModelForCausalLM.from_pretrained(folder, device="cpu", device_budget="20MB", **given)
+    assert torch.equal(mapped.generate(ids, **SETTINGS), expected)
+    units = find_units(whole)
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    device = LabelledSlots(poison_homes=True)
+    whole.residency = Residency(whole, device, most + (4 << 20))
+    for share in range(10, -1, -1):
+        whole.residency._arrange(least + share * (most - least) // 10)
+        assert torch.equal(whole.generate(ids, **SETTINGS), expected), share
+    assert device.copied
+
+
+class Blocks(PreTrainedModel):
+    """Blocks of one size that take a second each on `clock`."""
+
+    config_class = PreTrainedConfig
+    clock: ClockDevice | None = None
+
+    def __init__(self, count: int) -> None:
+        super().__init__(PreTrainedConfig())
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if self.clock is not None:
+                self.clock.compute(1.0)
+        return x
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("copy_time", [0.5, 1.0, 2.0, 4.0])
+def test_copies_and_computation_overlap(share: float, copy_time: float) -> None:
+    """A pass takes what the slower of the two takes, within one block."""
+    count, nbytes = 32, 64 * 64 * 4
+    model = Blocks(count).eval()
+    resident = int(count * share)
+    device = ClockDevice(bandwidth=nbytes / copy_time)
+    model.residency = Residency(model, device, (resident + 2) * nbytes)
+    model.clock = device
+    x, times = torch.randn(1, 64), []
+    with torch.no_grad():
+        for _ in range(6):
+            before, copies = device.now, len(device.copied)
+            model(x)
+            times.append(device.now - before)
+            copied = len(device.copied) - copies
+    assert abs(copied - (count - resident)) <= 1
+    floor = max(count, (count - resident) * copy_time)
+    assert (times[-1] + times[-2]) / 2 <= floor + max(1.0, copy_time)
+
+
+@pytest.mark.parametrize("recipe", [None, "w4a16", "fp8-dynamic"])
+@pytest.mark.parametrize("model_name", ["llama", "tied", "mixtral"])
+def test_on_the_processor_from_files(
+    save_model: Callable[[PreTrainedConfig], Path],
+    request: pytest.FixtureRequest,
+    model_name: str,
+    recipe: str | None,
+) -> None:
+    folder = request.getfixturevalue({"tied": "tied_llama"}.get(model_name, f"tiny_{model_name}"))
+    given = {"recipe": recipe, "execution": "compressed"}
+    whole = SparseAutoModelForCausalLM.from_pretrained(folder, **given)
+    ids = torch.arange(3, 9)[None]
+    expected = whole.generate(ids, **SETTINGS)
+    for budget in ("20MB", 1_500_000):
+        model = SparseAutoModelForCausalLM.from_pretrained(folder, device="cpu", device_budget=budget, **given)
+        assert type(model) is type(whole)
+        assert torch.equal(model.generate(ids, **SETTINGS), expected)
+        assert {times for times, _ in model.load_report.reads.values()} == {1}
+        for (name, mine), theirs in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
+            assert torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)), name
+        model.residency.park()
+        assert torch.equal(model.generate(ids, **SETTINGS), expected)
+
+
+def test_on_the_processor_changes_in_place_stay(save_model: Callable[[PreTrainedConfig], Path]) -> None:
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
+    )
+    folder = save_model(config)
+    model = SparseAutoModelForCausalLM.from_pretrained(folder, device_map="cpu", device_budget=3_500_000)
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(0.5)
+        changed = model(ids).logits
+        assert not torch.equal(changed, before)
+        assert torch.equal(model(ids).logits, changed)
+        whole = SparseAutoModelForCausalLM.from_pretrained(folder)
+        for parameter in whole.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(0.5)
+        assert torch.equal(whole(ids).logits, changed)
+
+
+def test_a_deep_copy_is_a_plain_model(tiny_llama: Path) -> None:
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_budget="20MB")
+    twin = copy.deepcopy(model)
+    ids = torch.arange(3, 9)[None]
+    assert twin.residency is None and torch.equal(twin(ids).logits, model(ids).logits)
+
+
+def test_saves_what_was_loaded(tiny_llama: Path, tmp_path: Path) -> None:
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_budget="20MB")
+    model.save_pretrained(tmp_path)
+    again = SparseAutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_errors(tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match=r"device_budget='1kB' is 1,000 bytes, and LlamaForCausalLM needs at least"):
+        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_budget="1kB")
+    with pytest.raises(ValueError, match="device_budget is for one device"):
+        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_map="cpu", device_budget="1GB")
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_budget="20MB")
+    with pytest.raises(ValueError, match="Give at least device_budget="):
+        model.residency.set_budget(10)
+    assert model.residency.report().budget == 20_000_000
+
+
+def test_the_plan_says_it_first(tiny_llama: Path) -> None:
+    budget = 150_000
+    found = plan(tiny_llama, device_budget=budget).forecast
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_budget=budget)
+    report = model.residency.report()
+    assert found is not None and found.fits and found.bandwidth > 0
+    assert found.streamed_nbytes == pytest.approx(report.streamed_nbytes, rel=0.02)
+    assert found.staging_nbytes == pytest.approx(report.staging_nbytes, rel=0.02)
+    assert not plan(tiny_llama, device_budget=1000).forecast.fits
