@@ -31,7 +31,7 @@ ROWS = (
     ("recipe_text", "callbacks", "forwards", "checkpoint", "buffers", "kernels"),
     ("modifiers", "formats"),
     ("columns",),
-    ("charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
+    ("attention", "charts", "masks", "ranges", "rows", "scales", "sets", "smoothing", "spill", "statistics", "threads"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")
