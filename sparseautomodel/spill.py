@@ -15,6 +15,9 @@ from torch import Tensor
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 """glibc keeps freed tensors of up to 32 MB for itself, several hundred MB in all, until it is asked."""
 
+_SLACK = 1 << 25
+"""Bytes that the process may hold above what it has needed."""
+
 _SMALLEST = 1 << 16
 """Bytes below which a tensor is not worth a file of its own."""
 
@@ -31,6 +34,8 @@ class Spill:
         self._waiting: dict[int, int] = {}
         """Tensors in memory, and their bytes."""
         self._held = 0
+        self._needed = 0
+        """The most memory that the process held after it was trimmed."""
         self._mapped: weakref.WeakValueDictionary[int, _Map] = weakref.WeakValueDictionary()
         """Address -> the pages there."""
 
@@ -59,9 +64,16 @@ class Spill:
             pages.madvise(mmap.MADV_DONTNEED)
 
     def trim(self) -> None:
-        """Give back to the system what the allocator keeps of tensors that are gone."""
-        if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):
+        """Give back to the system what the allocator keeps of tensors that are gone, if memory has grown.
+
+        Up to what the process has needed before, giving memory back lowers no peak, and each page costs a fault when it
+        is used again.
+        """
+        if _LIBC is None or not hasattr(_LIBC, "malloc_trim"):
+            return
+        if _anonymous_nbytes() > self._needed + _SLACK:
             _LIBC.malloc_trim(0)
+            self._needed = max(self._needed, _anonymous_nbytes())
 
     def __len__(self) -> int:
         """How many tensors wait in files."""
@@ -73,6 +85,12 @@ class Spill:
 
     def _forget(self, key: int) -> None:
         self._held -= self._waiting.pop(key)
+
+
+def _anonymous_nbytes() -> int:
+    """Memory of the process that is of no file."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 class _Map(mmap.mmap):

@@ -23,6 +23,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
+from sparseautomodel.attention import BlockAttention
 from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.forwards import Forward, first_tensor, run_block, wait
 from sparseautomodel.kv_cache import ObservedCache
@@ -197,7 +198,9 @@ class _Walk:
             forward.at, forward.args, forward.kwargs = None, (), None
             if self._cache is not None:
                 self._cache.recording = not forward.witness
-            forward.light.switch(forward)
+            # Witnesses are compared with each other: they run as the model will.
+            with contextlib.nullcontext() if forward.witness else BlockAttention():
+                forward.light.switch(forward)
             if self._cache is not None:
                 self._cache.recording = False
             self._rest(forward)
@@ -225,7 +228,7 @@ class _Walk:
             try:
                 for forward in here:
                     self._seen = set()
-                    with contextlib.suppress(_Gathered):
+                    with contextlib.suppress(_Gathered), BlockAttention():
                         run_block(block, forward.args, forward.kwargs or {})
                     self._rest(forward)
             finally:

@@ -75,6 +75,7 @@ ROWS = (
         "writes",
         "frames",
         "safetensors_file",
+        "attention",
     ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from sparseautomodel.spill import Spill
+from sparseautomodel.spill import Spill, _anonymous_nbytes
 
 
 def anonymous() -> int:
@@ -62,6 +63,33 @@ def test_room_is_given_back_by_tensors_that_are_gone(tmp_path: Path) -> None:
         spill.wait(tensor)  # twice is once
         assert not spill.holds(tensor)
         del tensor
+
+
+def test_memory_goes_back_once_it_has_grown_beyond_what_was_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, trimmed = [100 << 20], []
+
+    class Library:
+        def malloc_trim(self, pad: int) -> None:
+            trimmed.append(held[0] >> 20)
+            held[0] = min(held[0], 200 << 20)
+
+    monkeypatch.setattr("sparseautomodel.spill._LIBC", Library())
+    monkeypatch.setattr("sparseautomodel.spill._anonymous_nbytes", lambda: held[0])
+    spill = Spill(tmp_path, 0)
+    for megabytes in (100, 120, 90, 250, 210, 231, 240):
+        held[0] = megabytes << 20
+        spill.trim()
+    assert trimmed == [100, 250, 240]  # 200 are needed after the second, and 32 more are left alone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_the_process_is_counted_without_files() -> None:
+    before = _anonymous_nbytes()
+    tensor = torch.ones(40 << 18)
+    assert 0.9 < (_anonymous_nbytes() - before) / tensor.nbytes < 1.5
+    assert abs(_anonymous_nbytes() - anonymous()) < 8 << 20
 
 
 def test_what_cannot_be_moved_stays(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, T5Config, T5ForConditionalGeneration
 
+from sparseautomodel.attention import block_attention
 from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.sets import LayerSet, find_blocks
 from sparseautomodel.spill import Spill
@@ -271,3 +272,22 @@ def test_freed_memory_goes_back_on_the_way(
     monkeypatch.setattr("sparseautomodel.walk._TRIM", 0)
     run(model, batches, room=Room(Spill(tmp_path, 0)))
     assert len(times) >= len(batches) * 8  # four sets in each of two blocks
+
+
+def test_attention_of_batches_is_blockwise_and_that_of_witnesses_is_not(
+    tiny_llama: Path, batches: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    def counted(query: Tensor, *args: Any) -> Tensor:
+        called.append(query.shape[0])
+        return block_attention(query, *args)
+
+    monkeypatch.setattr("sparseautomodel.attention._is_faster", lambda: True)
+    monkeypatch.setattr("sparseautomodel.attention.block_attention", counted)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    run(model, batches, witnesses=[{"input_ids": batches[0]["input_ids"][:1]}])
+    assert called == [len(batch["input_ids"]) for _ in range(2) for batch in batches]
+    called.clear()
+    model(**batches[0])
+    assert not called  # nothing is left behind

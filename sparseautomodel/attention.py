@@ -1,0 +1,95 @@
+"""Attention of whole rows in bfloat16 on a CPU, in the time that its matrix products take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_QUERIES, _SCORES, _FEWEST = 256, 2**22, 32
+"""Most queries at once, and most scores: what the caches hold, and less than half is computed to be masked. Fewest
+queries at once: rows so long that they would have to be fewer are left to torch."""
+
+
+class BlockAttention(TorchFunctionMode):
+    """While it is entered, `scaled_dot_product_attention` of the calling thread takes `block_attention` where it can.
+
+    That is where keys and values are bfloat16, on a processor with its own instructions for them, and no mask is given.
+    torch's kernel does not use these instructions there (without AMX): it takes more than twice as long.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention and _fits(*args, **(kwargs or {})):
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    """`softmax(scale * query key^T) value`, all `[batch, heads, tokens, width]`; heads of query share those of key.
+
+    Scores are rounded to the dtype, as in the eager attention of transformers. What stands above the diagonal of a
+    block is not computed. Each row of the batch is computed alone, so that the size of the batch changes nothing.
+    """
+    batch, heads, tokens, width = query.shape
+    shared, length = key.shape[1], key.shape[2]
+    step = max(_FEWEST, min(_QUERIES, _SCORES // (heads * length)))
+    result = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
+    above = query.new_full((step, step), -torch.inf).triu_(1) if causal else None
+    for row in range(batch):
+        for start in range(0, tokens, step):
+            stop = min(tokens, start + step)
+            seen = stop if causal else length
+            mine = query[row, :, start:stop].mul(scale).reshape(shared, -1, width)
+            scores = torch.bmm(mine, key[row, :, :seen].transpose(1, 2)).view(heads, stop - start, seen)
+            if above is not None:
+                scores[:, :, start:].add_(above[: stop - start, : stop - start])
+            part = torch.bmm(scores.softmax(-1).view(shared, -1, seen), value[row, :, :seen])
+            result[row, :, start:stop] = part.view(heads, stop - start, -1)
+    return result
+
+
+def _fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    if attn_mask is not None or dropout_p or query.ndim != 4 or query.requires_grad or not _is_faster():
+        return False
+    kinds = {(one.dtype, one.device.type) for one in (query, key, value)}
+    (batch, heads, tokens, width), shared = query.shape, key.shape[1]
+    alike = key.shape == (batch, shared, tokens, width) and value.shape[:3] == key.shape[:3]
+    grouped = heads == shared or (enable_gqa and heads % shared == 0)
+    short = 0 < heads * tokens * _FEWEST <= _SCORES
+    return kinds == {(torch.bfloat16, "cpu")} and alike and grouped and short
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return block_attention(query, key, value, query.shape[3] ** -0.5 if scale is None else scale, is_causal)
+
+
+def _is_faster() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,111 @@
+"""Attention in blocks against a float64 reference, and against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparseautomodel import attention
+from sparseautomodel.attention import BlockAttention, block_attention
+
+
+def inputs(heads: int, shared: int, tokens: int, batch: int = 2, width: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(batch, tokens, count, width).bfloat16() for count in (heads, shared, shared))
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = (one.double().repeat_interleave(group, 1) for one in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * query.shape[3] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).square().sum() / exact.square().sum())
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls of `block_attention`, on a processor for which it is made."""
+    calls: list[int] = []
+
+    def called(query: Tensor, *args: object) -> Tensor:
+        calls.append(query.shape[2])
+        return block_attention(query, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "_is_faster", lambda: True)
+    monkeypatch.setattr(attention, "block_attention", called)
+    return calls
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("tokens", [1, 31, 256, 300])
+def test_close_to_exact(heads: int, shared: int, tokens: int, causal: bool) -> None:
+    query, key, value = inputs(heads, shared, tokens)
+    found = block_attention(query, key, value, 16**-0.5, causal)
+    assert found.shape == query.shape and found.dtype == torch.bfloat16
+    assert relative_error(found, reference(query, key, value, causal)) < 1e-4
+
+
+def test_batch_size_changes_no_bit() -> None:
+    query, key, value = inputs(6, 2, 70, batch=3)
+    whole = block_attention(query, key, value, 0.25, True)
+    alone = [
+        block_attention(query[row : row + 1], key[row : row + 1], value[row : row + 1], 0.25, True) for row in (0, 2)
+    ]
+    assert torch.equal(whole[:1], alone[0]) and torch.equal(whole[2:], alone[1])
+
+
+def test_cut_into_blocks_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = inputs(4, 2, 200)
+    monkeypatch.setattr(attention, "_QUERIES", 32)
+    assert relative_error(block_attention(query, key, value, 0.25, True), reference(query, key, value, True)) < 1e-4
+
+
+def test_taken_only_inside_and_for_grouped_heads(taken: list[int]) -> None:
+    query, key, value = inputs(6, 2, 40)
+    plain = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert not taken
+    with BlockAttention():
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert taken == [40]
+    assert relative_error(found, plain.double()) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["float32", "mask", "dropout", "other length", "gradient", "too long"])
+def test_left_to_torch(case: str, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = inputs(4, 4, 40)
+    options: dict[str, object] = {}
+    if case == "float32":
+        query, key, value = query.float(), key.float(), value.float()
+    elif case == "mask":
+        options = {"attn_mask": torch.ones(40, 40).tril().bool()}
+    elif case == "dropout":
+        options = {"dropout_p": 0.5}
+    elif case == "other length":
+        query = query[:, :, -3:]
+    elif case == "gradient":
+        query.requires_grad_()
+    else:
+        monkeypatch.setattr(attention, "_SCORES", 1000)
+    torch.manual_seed(1)
+    plain = functional.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    with BlockAttention():
+        found = functional.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
+    assert not taken and torch.equal(plain, found)
+
+
+def test_processors_without_bfloat16_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = inputs(4, 4, 40)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    plain = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    with BlockAttention():
+        assert torch.equal(functional.scaled_dot_product_attention(query, key, value, is_causal=True), plain)
