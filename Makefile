@@ -28,7 +28,7 @@ quickstart: $(VENV)/.gguf model
 	$(PY) docs/quickstart.py $(MODEL)
 
 test: $(VENV)/.dev model encoder
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

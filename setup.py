@@ -58,6 +58,7 @@ setup(
             "peft>=0.21,<0.22",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "setuptools>=77",
             "types-PyYAML",

@@ -226,7 +226,7 @@ def _grid() -> Iterator[Any]:
                 yield pytest.param(family, scheme, execution, marks=marks, id=f"{family}-{scheme}-{execution}")
 
 
-@pytest.mark.parametrize(("family", "scheme", "execution"), _grid())
+@pytest.mark.parametrize(("family", "scheme", "execution"), list(_grid()))
 @torch.no_grad()
 def test_a_model_gives_what_its_dequantized_weights_give(
     family: str, scheme: str, execution: str, compressed: Callable[[str, str], Path]

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from sparseautomodel import SparseAutoModelForCausalLM, init_module, materialize, verify
+from sparseautomodel.compressed_layers import CompressedLinear
 from sparseautomodel.from_scratch import as_checkpoint
-from sparseautomodel.kernels.portable import CompressedLinear
 from sparseautomodel.plan import PlanError
 from tests.conftest import SIZES
 

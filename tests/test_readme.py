@@ -27,7 +27,7 @@ def beside_a_model(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyP
 
 def test_python_blocks_run_in_order(beside_a_model: None) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)

@@ -14,20 +14,26 @@ NAMES = [*SCHEMES, *LARGE_GROUPS, "W8A8", "FP8", "FP8_DYNAMIC", "MXFP8A16", "MXF
 SIZES = [(64, 128), (128, 64), (48, 31), (576, 192)]
 
 
-@pytest.mark.parametrize("kind", KERNELS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+CASES = [
+    pytest.param(kind, name, size, id=f"{kind.__name__}-{name}-{size[0]}x{size[1]}")
+    for kind in KERNELS
+    for name in NAMES
+    for size in SIZES
+    if kind.covers(scheme_of(name)) and size[0] % (scheme_of(name).weights.group_size or 1) == 0
+]
+
+
+def test_every_kernel_has_cases() -> None:
+    assert {case.values[0] for case in CASES} == set(KERNELS)
+
+
+@pytest.mark.parametrize(("kind", "name", "size"), CASES)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16], ids=str)
 def test_kernel_gives_the_dequantized_product(
     kind: type[Kernel], name: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
     columns, rows = size
-    args = scheme_of(name).weights
-    if columns % (args.group_size or 1):
-        pytest.skip("the group does not divide the width")
     module = compress(linear(columns, rows, dtype=dtype), name, dtype)
-    if not kind.covers(module.quantization_scheme):
-        pytest.skip("not of the family")
     kernel = kind(module.quantization_scheme, (rows, columns), dtype, torch.device("cpu"))
     if kernel.refuses():
         pytest.skip(kernel.refuses())
