@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -154,18 +155,30 @@ def show(recipe: str, results: dict[str, list[dict[str, float]]]) -> None:
 
 
 def draw(path: Path, recipe: str, results: dict[str, list[dict[str, float]]]) -> None:
-    """Milliseconds of a forward over its tokens, both axes logarithmic."""
-    from matplotlib import pyplot
+    """Milliseconds of a forward over its tokens, both axes logarithmic, as plain SVG."""
+    curves = {name: [statistics.median(run[str(n)] for run in runs) for n in COUNTS] for name, runs in results.items()}
+    every = [value for curve in curves.values() for value in curve]
+    low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for name, runs in results.items():
-        axes.plot(COUNTS, [statistics.median(run[str(n)] for run in runs) for n in COUNTS], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens in one forward", ylabel="milliseconds", title=recipe)
-    axes.set_xticks(COUNTS, COUNTS)
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")
-    pyplot.close(figure)
+    def place(column: int, value: float) -> str:
+        return f"{70 + 50 * column:.0f},{300 - 260 * (math.log10(value) - low) / (high - low):.1f}"
+
+    parts = [f'<text x="300" y="20" text-anchor="middle">{recipe}: milliseconds of one forward, by its tokens</text>']
+    for column, count in enumerate(COUNTS):
+        parts.append(f'<text x="{70 + 50 * column}" y="325" text-anchor="middle">{count}</text>')
+    for power in range(low, high + 1):
+        y = place(0, 10.0**power).partition(",")[2]
+        parts.append(f'<line x1="70" x2="520" y1="{y}" y2="{y}" stroke="#bbb"/>')
+        parts.append(f'<text x="60" y="{float(y) + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
+    for (name, curve), color in zip(curves.items(), ("#b2182b", "#2166ac", "#555", "#1b7837"), strict=False):
+        points = " ".join(place(column, value) for column, value in enumerate(curve))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        x, y = place(len(COUNTS) - 1, curve[-1]).split(",")
+        parts.append(f'<text x="{float(x) + 8:.0f}" y="{float(y) + 4:.0f}" fill="{color}">{name}</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 340" font-family="sans-serif" font-size="12">'
+    path.write_text(
+        head + '<rect width="600" height="340" fill="#fff"/>' + "".join(parts) + "</svg>\n", encoding="utf-8"
+    )
     print(f"drawn: {path}")
 
 
