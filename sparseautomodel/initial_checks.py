@@ -49,10 +49,11 @@ def check_initial(
     for name, value in every.items():
         if value.is_meta:
             continue
-        if count := poisoned(local(value)):
+        finite = is_finite(local(value))  # the pattern of what was never written is not, where it is a float
+        if (not finite or not value.is_floating_point()) and (count := poisoned(local(value))):
             never[name] = count
         elif name in parameters:
-            bad += [] if is_finite(local(value)) else [name]
+            bad += [] if finite else [name]
         elif math.isnan(spread(local(value))[0]):
             bad.append(name)
         rest()

@@ -49,7 +49,8 @@ def poisoned(tensor: Tensor) -> int:
     integer, pattern = _PATTERNS[tensor.dtype]
     flat = tensor.detach().contiguous().view(-1).view(integer)
     pieces = (flat[at : at + CHUNK_NUMBERS] for at in range(0, len(flat), CHUNK_NUMBERS))
-    return sum(int((piece == pattern).sum()) for piece in pieces)
+    found = (piece == pattern for piece in pieces)
+    return sum(int(held.sum()) for held in found if held.any())  # looking is several times faster than counting
 
 
 def is_finite(values: Tensor) -> bool:

@@ -130,9 +130,9 @@ def _compare(rank: int, source: Path, mesh: Mesh, names: list[str], dtype: torch
     """What differs between a shared model and one in one process, and what was read that need not be."""
     problems = []
     for name in names:
-        given = {"recipe": RECIPES[name], "dtype": dtype}
+        given = {"recipe": RECIPES[name], "dtype": dtype, "execution": "compressed"}
         shared = SparseAutoModelForCausalLM.from_pretrained(source, distributed_config=_config(mesh), **given)
-        single = SparseAutoModelForCausalLM.from_pretrained(source, execution="compressed", **given)
+        single = SparseAutoModelForCausalLM.from_pretrained(source, **given)
         problems += [f"{name}: {text}" for text in _differences(shared, single)]
         ids = torch.arange(24).view(2, 12)
         with torch.no_grad():

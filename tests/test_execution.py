@@ -221,7 +221,7 @@ def _grid() -> Iterator[Any]:
     for family in FAMILIES:
         for scheme in SCHEMES:
             fast = family == "llama" or scheme in FAST
-            for execution in EXECUTIONS:
+            for execution in EXECUTIONS if fast else ("auto",):
                 marks = () if fast else pytest.mark.slow
                 yield pytest.param(family, scheme, execution, marks=marks, id=f"{family}-{scheme}-{execution}")
 
@@ -245,8 +245,8 @@ def test_a_model_gives_what_its_dequantized_weights_give(
     if execution == "auto":
         exact = reference.model(rounds, torch.float32)(IDS).logits
         limit = max(limit, 2 * ((wanted - exact).norm() / exact.norm()).item())
-        if family == "mixtral":  # a token at the edge of two experts goes to the other one
-            limit = max(limit, 0.2)
+    if family == "mixtral":  # a token at the edge of two experts goes to the other one
+        limit = max(limit, 0.2)
     assert error < limit, (error, limit)
     kernels = {name for name, _ in model.load_report.kernels.values()}
     for module in layers.values():
