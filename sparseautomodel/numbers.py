@@ -43,11 +43,16 @@ def poison(tensor: Tensor) -> None:
 
 
 def poisoned(tensor: Tensor) -> int:
-    """How many elements of a tensor hold the pattern of their dtype: they were never written."""
+    """How many elements of a tensor hold the pattern of their dtype: they were never written.
+
+    Of floats any one counts. An integer can be any number, as the words of packed weights are: all or none.
+    """
     if tensor.dtype not in _PATTERNS or not tensor.numel():
         return 0
     integer, pattern = _PATTERNS[tensor.dtype]
     flat = tensor.detach().contiguous().view(-1).view(integer)
+    if not tensor.is_floating_point():
+        return tensor.numel() if int(flat[0]) == pattern and bool((flat == pattern).all()) else 0
     pieces = (flat[at : at + CHUNK_NUMBERS] for at in range(0, len(flat), CHUNK_NUMBERS))
     found = (piece == pattern for piece in pieces)
     return sum(int(held.sum()) for held in found if held.any())  # looking is several times faster than counting

@@ -22,7 +22,13 @@ def test_poison_is_counted(dtype: torch.dtype) -> None:
     assert poisoned(value) == 15
     assert value.is_floating_point() is not is_finite(value)
     value[1] = 1
-    assert poisoned(value) == 10
+    assert poisoned(value) == (10 if value.is_floating_point() else 0), "integers can be any number"
+
+
+def test_packed_weights_may_hold_the_pattern() -> None:
+    packed = torch.randint(-(2**31), 2**31, (64, 8)).to(torch.int32)
+    packed[0, 0] = packed[3, 5] = 0x7FED7FED
+    assert poisoned(packed) == 0
 
 
 @pytest.mark.parametrize(
