@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,31 @@ from sparseautomodel.save import parse_size
 EXECUTIONS = ("auto", "compressed", "dense")
 
 
-def check_arguments(execution: str, device_budget: int | str | None, recipe: Any, kwargs: dict[str, Any]) -> None:
+def check_arguments(
+    execution: str,
+    device_budget: int | str | None,
+    recipe: Any,
+    kwargs: dict[str, Any],
+    positional: Sequence[Any] = (),
+) -> None:
+    if recipe is None and positional and isinstance(positional[0], (str, dict, list, Recipe)):
+        raise ValueError(
+            f"a recipe goes by its name: from_pretrained(path, recipe={str(positional[0])[:60]!r}); what stands there "
+            "without a name is passed on to the model's constructor"
+        )
     if execution not in EXECUTIONS:
         raise ValueError(f"execution={execution!r} is not one of {', '.join(map(repr, EXECUTIONS))}")
-    if device_budget is not None and (isinstance(device_budget, bool) or parse_size(device_budget) <= 0):
+    if device_budget is not None and not _is_size(device_budget):
         raise ValueError(f"device_budget={device_budget!r} must be bytes, or text such as '6GiB'")
     if recipe is not None and kwargs.get("quantization_config") is not None:
         raise ValueError("recipe and quantization_config both say how to quantize: leave one of them out")
+
+
+def _is_size(given: Any) -> bool:
+    try:
+        return not isinstance(given, bool) and parse_size(given) > 0
+    except ValueError:
+        return False
 
 
 def is_for_transformers_alone(name_or_path: Any, recipe: Recipe | None, kwargs: dict[str, Any]) -> bool:

@@ -94,7 +94,7 @@ class SparseAutoModel:
         >>> model = SparseAutoModelForCausalLM.from_pretrained("model-folder", recipe="w4a16")  # doctest: +SKIP
         """
         started = time.perf_counter()
-        check_arguments(execution, device_budget, recipe, kwargs)
+        check_arguments(execution, device_budget, recipe, kwargs, model_args)
         recipe = None if recipe is None else Recipe.load(recipe)
         home = None if device_budget is None else Home(execution_device(kwargs), device_budget)
         if is_for_transformers_alone(name_or_path, recipe, kwargs):

@@ -1,4 +1,4 @@
-"""Modules that hold their weight compressed: what stands in a model for a Linear, an Embedding, or fused experts.
+"""Modules that hold their weight compressed: what stands in a model for a Linear or an Embedding.
 
 They are put in place on the meta device with the stored tensors as their parameters, and filled by the loader. Then
 `settle` lays out each weight for the fastest kernel that its device has. What they save are the stored tensors.
@@ -7,7 +7,7 @@ They are put in place on the meta device with the stored tensors as their parame
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from sparseautomodel.float_inputs import StraightThrough, can_round, round_float
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.kernels import Kernel, choose
 from sparseautomodel.kernels.portable import Portable
+from sparseautomodel.read_only import WRITTEN, ReadOnly
 
 Parts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Local tensor name -> shape and dtype, as they are stored for one layer."""
@@ -115,6 +116,12 @@ class CompressedLinear(nn.Linear):
         self._settled, self._most = True, None
         stored: Any = self._parameters
         self._hold(self.kernel.lay_out({name: stored[name].detach() for name in self.parts}))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        dense = param is not None and param.is_floating_point() and param.dtype.itemsize > 1
+        if name == "weight" and (dense or "weight" not in self.parts):
+            raise ValueError(WRITTEN)
+        super().register_parameter(name, param)
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The weight's tensors as they are stored, by their local names."""
@@ -232,7 +239,8 @@ def _measured(module: CompressedLinear) -> int:
     weights = kernel.scheme.weights
 
     def ways() -> tuple[Callable[[int], Any], Callable[[int], Any]]:
-        flat = torch.randn(kernel.between[1], kernel.shape[1], device=kernel.device).to(kernel.dtype)
+        flat = torch.linspace(-1, 1, kernel.between[1] * kernel.shape[1], device=kernel.device).to(kernel.dtype)
+        flat = flat.view(-1, kernel.shape[1])  # no random numbers: those are the caller's
         return lambda count: kernel.few(tensors, flat[:count]), lambda count: kernel.many(tensors, flat[:count], None)
 
     name = f"{kernel.name}, {weights.strategy} {weights.group_size}, {kernel.shape}, {kernel.dtype}"
@@ -269,54 +277,6 @@ class CompressedEmbedding(nn.Embedding):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _hollow, _bases(type(self)), self.__dict__
-
-
-class CompressedExperts(nn.Module):
-    """The experts of a mixture, each projection a layer under the name it has in the files, compressed or dense.
-
-    Stands in for a fused experts module of transformers 5 (`forward(hidden_states, top_k_index, top_k_weights)`), whose
-    attributes and gate it takes over. `layers` are named `0.gate_proj`; `inner` are the projections whose outputs, side
-    by side, the activation takes, `outer` the one after it.
-    """
-
-    _is_hf_initialized = True
-
-    def __init__(self, fused: Any, layers: Mapping[str, nn.Module], inner: Sequence[str], outer: str) -> None:
-        super().__init__()
-        self.num_experts: int
-        self.act_fn: Any
-        for name, value in [*vars(fused).items(), *fused.named_children()]:
-            if not name.startswith("_") and name != "forward":
-                setattr(self, name, value)
-        gated = getattr(fused, "has_gate", True)
-        self._gate: Any = getattr(type(fused), "_apply_gate", None) if gated else None
-        self._inner, self._outer = tuple(inner), outer
-        for name, layer in layers.items():
-            expert, _, projection = name.partition(".")
-            if expert not in self._modules:
-                self.add_module(expert, nn.Module())
-            self.get_submodule(expert).add_module(projection, layer)
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        result = torch.zeros_like(hidden_states)
-        for number in torch.unique(top_k_index).tolist():
-            if number >= self.num_experts:
-                continue  # the index that expert parallelism gives to experts of other ranks
-            token, position = torch.where(top_k_index == number)
-            expert = self.get_submodule(str(number))
-            states = hidden_states[token]
-            inner = [expert.get_submodule(name)(states) for name in self._inner]
-            states = expert.get_submodule(self._outer)(self._activate(inner))
-            states = states * top_k_weights[token, position, None]
-            result.index_add_(0, token, states.to(result.dtype))
-        return result
-
-    def _activate(self, inner: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self._gate is not None:
-            return self._gate(self, torch.cat(list(inner), dim=-1))
-        return self.act_fn(inner[0]) * inner[1] if len(inner) > 1 else self.act_fn(inner[0])
 
 
 def dequantize(module: Any, rows: slice | None = None) -> torch.Tensor:
@@ -394,5 +354,7 @@ def _weight(module: Any, shape: tuple[int, int]) -> torch.Tensor:
     ):  # loaders look at it before there are values
         return torch.empty(shape, dtype=module.dtype, device="meta")
     values = dequantize(module)
+    if not torch.compiler.is_compiling():
+        values = values.as_subclass(ReadOnly)
     values._is_hf_initialized = True  # type: ignore[attr-defined]
     return values

@@ -93,16 +93,16 @@ def _kept() -> dict[str, int]:
     """What earlier processes measured; a file that is not ours or not whole counts as none."""
     try:
         read = json.loads(_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return {key: value for key, value in read.items() if isinstance(value, int)} if isinstance(read, dict) else {}
 
 
 def _keep(kept: dict[str, int]) -> None:
     """Write all that is known; a folder that cannot be written to only means that others measure again."""
-    path = _file()
-    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
+        path = _file()
+        part = path.with_name(f"{path.name}.{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(kept, indent=1), encoding="utf-8")
         part.replace(path)
@@ -111,5 +111,11 @@ def _keep(kept: dict[str, int]) -> None:
 
 
 def _file() -> Path:
-    folder = os.environ.get("SPARSEAUTOMODEL_CACHE") or Path.home() / ".cache" / "sparseautomodel"
-    return Path(folder) / "crossover.json"
+    """Raises OSError where there is no place for it."""
+    given = os.environ.get("SPARSEAUTOMODEL_CACHE")
+    if given:
+        return Path(given) / "crossover.json"
+    try:
+        return Path.home() / ".cache" / "sparseautomodel" / "crossover.json"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise FileNotFoundError("no home") from error

@@ -24,7 +24,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
-from sparseautomodel.compressed_layers import CompressedEmbedding, CompressedExperts, CompressedLinear
+from sparseautomodel.compressed_experts import CompressedExperts
+from sparseautomodel.compressed_layers import CompressedEmbedding, CompressedLinear
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.random_values import drawing
 

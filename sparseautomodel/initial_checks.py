@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -39,10 +40,15 @@ def check_initial(
     """
     rest = after_each or (lambda: None)
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    every = parameters | buffers
+    lazy = [name for name, value in (parameters | buffers).items() if is_lazy(value)]
+    parameters = {name: value for name, value in parameters.items() if name not in lazy and _is_plain(value)}
+    buffers = {name: value for name, value in buffers.items() if name not in lazy and _is_plain(value)}
+    every: dict[str, Tensor] = {**parameters, **buffers}
     hollow = [name for name, value in every.items() if value.is_meta]
     hollow += [name for name, _ in meta_attributes(module)]
     problems = []
+    if lazy:
+        problems.append(f"without a shape yet: {listed(lazy)}. Run a forward, which gives it to them")
     if hollow and not offloaded:
         problems.append(f"on the meta device, without values: {listed(hollow)}. Load them or call materialize(model)")
     never, bad = {}, []
@@ -75,6 +81,11 @@ def check_initial(
     if optimizer is not None:
         problems += _check_optimizer(optimizer, module)
     return problems
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether its numbers lie in memory one after another; sparse ones are not looked at."""
+    return value.layout == torch.strided
 
 
 WRITE_THEM = "Write them in the module's reset_parameters, or load a checkpoint that has them"
@@ -133,7 +144,13 @@ def _constant_weights(module: nn.Module, rest: Callable[[], None]) -> list[str]:
     drawn, constant, odd = 0, [], []
     for path, one in module.named_modules():
         weight = one._parameters.get("weight") if isinstance(one, _DRAWN) else None
-        if weight is None or weight.is_meta or not weight.is_floating_point() or local(weight).numel() < 4:
+        if (
+            weight is None
+            or is_lazy(weight)
+            or weight.is_meta
+            or not weight.is_floating_point()
+            or local(weight).numel() < 4
+        ):
             continue
         drawn += 1
         low, high = spread(local(weight))

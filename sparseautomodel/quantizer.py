@@ -21,13 +21,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseautomodel.architecture import expert_merges, merges_experts
 from sparseautomodel.checkpoint import LazyTensor
-from sparseautomodel.compressed_layers import (
-    CompressedEmbedding,
-    CompressedExperts,
-    CompressedLinear,
-    Parts,
-    compressed,
-)
+from sparseautomodel.compressed_experts import CompressedExperts
+from sparseautomodel.compressed_layers import CompressedEmbedding, CompressedLinear, Parts, compressed
 from sparseautomodel.distributed import plan_for_compressed, restore_plan
 from sparseautomodel.modifiers import Layer
 from sparseautomodel.transform import loaded_dtype

@@ -203,6 +203,14 @@ class Stage:
                 f"past_key_values has {len(layers)} layers: it must have {len(self.blocks)}, those of this stage, or "
                 f"{self._stack.count}, those of the whole model. Write DynamicCache(config=stage.config)"
             )
+        else:
+            owner = getattr(cache, "_blocks", self.blocks)
+            if owner != self.blocks and cache.get_seq_length():
+                raise ValueError(
+                    f"past_key_values holds keys and values of {owner}, and these are {self.blocks}: each stage needs "
+                    "a cache of its own, or all of them one for the whole model"
+                )
+            cache._blocks = self.blocks
         return cache
 
 
@@ -218,13 +226,7 @@ def chain(stages: Sequence[Stage]) -> PreTrainedModel:
     >>> model.generate(ids, max_new_tokens=8)  # doctest: +SKIP
     """
     stages = tuple(stages)
-    ends = [0, *(stage.blocks.stop for stage in stages)]
-    if not stages or ends[:-1] != [stage.blocks.start for stage in stages] or not stages[-1].is_last:
-        given = ", ".join(f"{stage.blocks.start}:{stage.blocks.stop}" for stage in stages)
-        total = stages[0].num_blocks if stages else "all"
-        raise ValueError(
-            f"a chain needs all {total} blocks in order, and was given the blocks {given or 'of no stage'}"
-        )
+    _check_whole(stages)
     first = stages[0]
     model_class: Any = type(first.model)
 
@@ -240,6 +242,7 @@ def chain(stages: Sequence[Stage]) -> PreTrainedModel:
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
+        _check_whole(stages)  # a stage may have been moved since
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         hidden: Any = input_ids if input_ids is not None else inputs_embeds
         for stage in stages:
@@ -252,12 +255,27 @@ def chain(stages: Sequence[Stage]) -> PreTrainedModel:
             hidden["cache"] = cache
         return hidden
 
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a chain has no tensors of its own to save: its stages have them, each those of its blocks. To write the "
+            "model, compressed or not: oneshot(path, recipe, output=folder)"
+        )
+
     model: Any = copy.copy(first.model)
     made = {"forward": forward, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+    made |= {"save_pretrained": refuse, "state_dict": refuse}
     model.__class__ = type(model_class.__name__, (model_class,), made)
     model.config = copy.deepcopy(first._full_config)
     model._chained = stages
     return model
+
+
+def _check_whole(stages: Sequence[Stage]) -> None:
+    ends = [0, *(stage.blocks.stop for stage in stages)]
+    if not stages or ends[:-1] != [stage.blocks.start for stage in stages] or not stages[-1].is_last:
+        given = ", ".join(f"{stage.blocks.start}:{stage.blocks.stop}" for stage in stages)
+        total = f"all {stages[0].num_blocks}" if stages else "all"
+        raise ValueError(f"a chain needs {total} blocks in order, and has the blocks {given or 'of no stage'}")
 
 
 def _at(value: Any, device: torch.device) -> Any:

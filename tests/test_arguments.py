@@ -313,7 +313,7 @@ def test_ignore_mismatched_sizes(copied: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"execution": "fast"}, r"execution='fast' is not one of 'auto', 'compressed', 'dense'"),
-    ({"device_budget": "much"}, "size 'much' is not a number of bytes"),
+    ({"device_budget": "much"}, "device_budget='much' must be bytes"),
     ({"device_budget": -1}, "device_budget=-1 must be bytes"),
     ({"recipe": "w4a16", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "both say how to quantize"),
     ({"recipe": "w4a16", "gguf_file": "x.gguf"}, r"a recipe cannot be applied to gguf_file.*save_pretrained"),
@@ -378,3 +378,17 @@ def test_stock_options_for_a_compressed_checkpoint_go_to_stock(tiny_llama: Path,
 def test_a_device_that_is_not_there_is_named(tiny_llama: Path, device_map: Any) -> None:
     with pytest.raises(ValueError, match=r"on 'cuda(:0)?', and this machine and torch have only 'cpu'"):
         SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe="w8a16", device_map=device_map)
+
+
+@pytest.mark.parametrize(
+    "given", ["w4a16", [{"QuantizationModifier": {"scheme": "W4A16"}}], {"modifiers": []}], ids=str
+)
+def test_a_recipe_without_its_name_is_an_error(given: Any, tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match="a recipe goes by its name"):
+        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, given)
+
+
+@pytest.mark.parametrize("given", ["abc", 1.5, [], "", 0, -1, True], ids=str)
+def test_a_budget_that_is_no_size_is_named(given: Any, tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match="device_budget="):
+        SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device_budget=given)

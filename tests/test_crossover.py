@@ -60,7 +60,7 @@ def test_it_is_measured_once_a_machine_and_name(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["crossover.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": "x"}'])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": "x"}', "[" * 100_000])
 def test_a_damaged_file_is_as_none(folder: Path, content: str) -> None:
     (folder / "crossover.json").write_text(content, encoding="utf-8")
     assert crossover("a", CPU, (4, 12), lambda: sleeping(0.001, 0.0)) == 4
@@ -71,4 +71,13 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(folder: Path, monkeypatc
     blocked = folder / "file"
     blocked.touch()
     monkeypatch.setenv("SPARSEAUTOMODEL_CACHE", str(blocked))
+    assert crossover("a", CPU, (4, 12), lambda: sleeping(0.001, 0.0)) == 4
+
+
+def test_a_user_without_a_home_measures_for_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory")
+
+    monkeypatch.delenv("SPARSEAUTOMODEL_CACHE")
+    monkeypatch.setattr(Path, "home", homeless)
     assert crossover("a", CPU, (4, 12), lambda: sleeping(0.001, 0.0)) == 4

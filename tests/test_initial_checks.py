@@ -161,3 +161,14 @@ def test_exact_values_and_devices_are_no_alarm() -> None:
 )
 def test_every_name_is_there(names: list[str], text: str) -> None:
     assert listed(names) == text
+
+
+def test_parameters_without_a_shape_are_named() -> None:
+    (problem,) = verify(torch.nn.Sequential(torch.nn.LazyLinear(3))).problems
+    assert "without a shape yet: 0.weight, 0.bias" in problem
+
+
+def test_sparse_parameters_are_no_fault_of_the_check() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_parameter("sparse", torch.nn.Parameter(torch.eye(3).to_sparse()))
+    assert verify(module).ok

@@ -42,7 +42,7 @@ ROWS = (
         "units",
         "mapped",
     ),
-    ("compressed_layers", "sparse24"),
+    ("compressed_layers", "compressed_experts", "sparse24"),
     (
         "recipe_text",
         "callbacks",
@@ -76,6 +76,7 @@ ROWS = (
         "frames",
         "safetensors_file",
         "attention",
+        "read_only",
     ),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}

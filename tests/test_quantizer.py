@@ -18,7 +18,8 @@ from transformers.trainer_utils import validate_quantization_for_training
 
 from sparseautomodel import SparseAutoModelForCausalLM, oneshot
 from sparseautomodel.architecture import expert_merges, merges_experts
-from sparseautomodel.compressed_layers import CompressedExperts, CompressedLinear
+from sparseautomodel.compressed_experts import CompressedExperts
+from sparseautomodel.compressed_layers import CompressedLinear
 from sparseautomodel.modifiers.quantization import QuantizationModifier
 from sparseautomodel.quantizer import NAME, CompressedConfig, CompressedQuantizer, StoredLayer, put, put_experts
 

@@ -204,3 +204,26 @@ def test_two_threads_call_one_stage(folder_of: Callable[[str], Path]) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(torch.no_grad()(stage), inputs))
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_chain_is_whole_at_each_call_and_writes_no_files(tiny_llama: Path, tmp_path: Path) -> None:
+    stages = [load_blocks(tiny_llama, range(0, 1)), load_blocks(tiny_llama, range(1, 2))]
+    model, ids = chain(stages), torch.arange(5)[None]
+    before = model(input_ids=ids).logits
+    stages[1].move(range(0, 2))
+    with pytest.raises(ValueError, match="blocks 0:1, 0:2"):
+        model(input_ids=ids)
+    stages[1].move(range(1, 2))
+    assert torch.equal(model(input_ids=ids).logits, before)
+    for call in (lambda: model.save_pretrained(tmp_path / "out"), model.state_dict):
+        with pytest.raises(ValueError, match="a chain has no tensors of its own to save"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cache_of_one_stage_is_not_one_of_another(tiny_llama: Path) -> None:
+    first, last = load_blocks(tiny_llama, range(0, 1)), load_blocks(tiny_llama, range(1, 2))
+    cache = DynamicCache(config=first.config)
+    hidden = first(torch.arange(5)[None], past_key_values=cache)
+    with pytest.raises(ValueError, match="each stage needs a cache of its own"):
+        last(hidden, past_key_values=cache)

@@ -50,17 +50,19 @@ class FP4Tiles(Kernel):
     def lay_out(self, stored: Tensors) -> dict[str, Tensor]:
         rows, groups, words = self._sizes
         packed = stored["weight_packed"].view(rows, groups, words, 2).transpose(1, 2)
-        return dict(stored) | {"weight_packed": packed.reshape(rows, -1)}
+        rest = {name: tensor for name, tensor in stored.items() if name != "weight_packed"}
+        return rest | {"weight_words": packed.reshape(rows, -1)}
 
     def restore(self, tensors: Tensors) -> dict[str, Tensor]:
         rows, groups, words = self._sizes
-        packed = tensors["weight_packed"].view(rows, words, groups, 2).transpose(1, 2)
-        return super().restore(tensors) | {"weight_packed": packed.reshape(rows, -1)}
+        packed = tensors["weight_words"].view(rows, words, groups, 2).transpose(1, 2)
+        rest = {name: tensor for name, tensor in super().restore(tensors).items() if name != "weight_words"}
+        return rest | {"weight_packed": packed.reshape(rows, -1)}
 
     def dequantize(self, tensors: Tensors, rows: slice | None = None) -> Tensor:
         begin, end, _ = (rows or slice(None)).indices(self.shape[0])
         part = {name: tensors[name] for name in tensors if name == "weight_global_scale"}
-        part |= {name: tensors[name][begin:end] for name in ("weight_packed", "weight_scale")}
+        part |= {name: tensors[name][begin:end] for name in ("weight_words", "weight_scale")}
         run = FP4Tiles(self.scheme, (end - begin, self.shape[1]), self.dtype, self.device)
         return storage.decode(run.restore(part), self.scheme, dtype=self.dtype)
 
@@ -68,7 +70,7 @@ class FP4Tiles(Kernel):
         if self.dtype == torch.float32:  # halves have a third of its digits
             return self.many(tensors, flat, None)
         scales, factor, largest = self._half_scales(tensors)
-        words = tensors["weight_packed"].view(torch.int16)
+        words = tensors["weight_words"].view(torch.int16)
 
         def fill(rows: slice, out: Tensor) -> None:
             e2m1_to_half(words[rows], out.view(len(out), 4, -1))
@@ -77,7 +79,7 @@ class FP4Tiles(Kernel):
         return multiply_few(self._permuted(flat), self.shape, fill, largest).mul_(factor).to(flat.dtype)
 
     def many(self, tensors: Tensors, flat: Tensor, bias: Tensor | None) -> Tensor:
-        words = tensors["weight_packed"].view(torch.int16)
+        words = tensors["weight_words"].view(torch.int16)
 
         def fill(rows: slice, out: Tensor) -> None:
             halves = torch.empty(len(out), 4, words.shape[1], dtype=torch.float16, device=out.device)

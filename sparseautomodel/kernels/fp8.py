@@ -86,6 +86,7 @@ class FP8Tiles(Kernel):
             return grid, largest / E4M3_UNIT
         grid = self._scales(scale, slice(0, self.shape[0]))
         largest = grid.amax(1, keepdim=True).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+        largest = torch.where(largest == 0, 2.0**-126, largest)  # rows of scales that are 0 or subnormal
         return grid.div_(largest).half(), largest / E4M3_UNIT
 
     def _scales(self, scale: Tensor, rows: slice) -> Tensor:

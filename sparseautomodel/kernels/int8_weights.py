@@ -16,6 +16,11 @@ MULTIPLE = 16
 """Of columns: torch._weight_int8pack_mm on a CPU reads so many at a time, and past the end of others."""
 
 
+_LAID_OUT = ("weight_packed", "weight", "weight_scale", "weight_zero_point")
+_MADE = ("weight_codes", "weight_scales", "weight_zeros")
+"""Stored tensors, and what they are laid out as. Other names, so that nobody takes the one for the other."""
+
+
 class Int8Weights(Kernel):
     """The weight is int8 `[groups, out_features, group width]`, one group where the scale is that of a row or of all:
     the product of a few tokens is one of torch's a group."""
@@ -46,60 +51,60 @@ class Int8Weights(Kernel):
 
     def lay_out(self, stored: Tensors) -> dict[str, Tensor]:
         """The codes as int8 in groups, scales `[groups, out_features]`, zero points as int8 with their padding."""
-        tensors = dict(stored)
-        codes = _signed(tensors.pop("weight_packed")) if "weight_packed" in tensors else tensors["weight"]
-        tensors["weight"] = codes.view(len(codes), -1, self._width()).transpose(0, 1).contiguous()
-        tensors["weight_scale"] = _turned(tensors["weight_scale"])
-        if "weight_zero_point" in tensors:
-            zeros = _turned(tensors["weight_zero_point"])
-            tensors["weight_zero_point"] = zeros if zeros.dtype == torch.int8 else _signed(zeros)
+        tensors = {name: tensor for name, tensor in stored.items() if name not in _LAID_OUT}
+        codes = _signed(stored["weight_packed"]) if "weight_packed" in stored else stored["weight"]
+        tensors["weight_codes"] = codes.view(len(codes), -1, self._width()).transpose(0, 1).contiguous()
+        tensors["weight_scales"] = _turned(stored["weight_scale"])
+        if "weight_zero_point" in stored:
+            zeros = _turned(stored["weight_zero_point"])
+            tensors["weight_zeros"] = zeros if zeros.dtype == torch.int8 else _signed(zeros)
         return tensors
 
     def restore(self, tensors: Tensors) -> dict[str, Tensor]:
-        stored = super().restore(tensors)
-        codes = stored.pop("weight").transpose(0, 1).reshape(self.shape)
+        stored = {name: tensor for name, tensor in super().restore(tensors).items() if name not in _MADE}
+        codes = tensors["weight_codes"].transpose(0, 1).reshape(self.shape)
         is_packed = "weight_shape" in stored
         stored["weight_packed" if is_packed else "weight"] = _words(codes) if is_packed else codes
-        stored["weight_scale"] = _turned(stored["weight_scale"])
-        if "weight_zero_point" in stored:
-            zeros = stored["weight_zero_point"]
+        stored["weight_scale"] = _turned(tensors["weight_scales"])
+        if "weight_zeros" in tensors:
+            zeros = tensors["weight_zeros"]
             stored["weight_zero_point"] = _turned(_words(zeros) if is_packed and zeros.ndim == 2 else zeros)
         return stored
 
     def few(self, tensors: Tensors, flat: Tensor) -> Tensor:
         if flat.dtype != torch.bfloat16 and flat.device.type == "cpu":  # for which torch goes a number at a time
             return self.many(tensors, flat, None)
-        flat, weight, scale = flat.contiguous(), tensors["weight"], tensors["weight_scale"].to(flat.dtype)
+        flat, weight, scale = flat.contiguous(), tensors["weight_codes"], tensors["weight_scales"].to(flat.dtype)
         groups, rows, width = weight.shape
         if scale.ndim == 1:
             scale = scale.expand(1, rows).contiguous()
         output = torch._weight_int8pack_mm(flat[:, :width], weight[0], scale[0])
-        if groups == 1 and "weight_zero_point" not in tensors:
+        if groups == 1 and "weight_zeros" not in tensors:
             return output
         output = output.float()
         for group in range(1, groups):
             some = flat[:, group * width : (group + 1) * width]
             output += torch._weight_int8pack_mm(some, weight[group], scale[group])
-        if "weight_zero_point" in tensors:
+        if "weight_zeros" in tensors:
             sums = flat.view(len(flat), groups, width).sum(-1, dtype=torch.float32)
-            output -= sums @ (_zeros(tensors["weight_zero_point"], rows) * scale.float())
+            output -= sums @ (_zeros(tensors["weight_zeros"], rows) * scale.float())
         return output.to(flat.dtype)
 
     def many(self, tensors: Tensors, flat: Tensor, bias: Tensor | None) -> Tensor:
-        by_output = len(tensors["weight"]) == 1 and "weight_zero_point" not in tensors
+        by_output = len(tensors["weight_codes"]) == 1 and "weight_zeros" not in tensors
         if not by_output or flat.dtype == torch.float16:  # whose unscaled sums may be infinite
             return super().many(tensors, flat, bias)
-        weight = tensors["weight"][0]
+        weight = tensors["weight_codes"][0]
         output = torch.cat([F.linear(flat, weight[rows].to(flat.dtype)) for rows in self.tiles()], dim=-1)
-        output.mul_(tensors["weight_scale"].view(-1))
+        output.mul_(tensors["weight_scales"].view(-1))
         return output if bias is None else output.add_(bias)
 
     def dequantize(self, tensors: Tensors, rows: slice | None = None) -> Tensor:
-        scale, rows = tensors["weight_scale"], rows or slice(None)
-        codes = tensors["weight"][:, rows].transpose(0, 1)
+        scale, rows = tensors["weight_scales"], rows or slice(None)
+        codes = tensors["weight_codes"][:, rows].transpose(0, 1)
         values = torch.empty(codes.shape, dtype=scale.dtype, device=scale.device).copy_(codes)
-        if "weight_zero_point" in tensors:
-            values -= _over(_zeros(tensors["weight_zero_point"], self.shape[0]), rows)
+        if "weight_zeros" in tensors:
+            values -= _over(_zeros(tensors["weight_zeros"], self.shape[0]), rows)
         return values.mul_(_over(scale, rows)).view(-1, self.shape[1]).to(self.dtype)
 
     def _width(self) -> int:

@@ -162,3 +162,16 @@ def test_scaled_mm_leaves_weight_only_and_blocks_to_others() -> None:
     assert not FP8ScaledMM.covers(scheme_of("channel")) and not FP8ScaledMM.covers(scheme_of("block"))
     assert FP8Tiles(scheme_of("channel"), (96, 64), torch.float64, torch.device("cpu")).refuses()
     assert "not for cuda" in str(FP8Tiles(scheme_of("channel"), (96, 64), BF16, torch.device("cuda")).refuses())
+
+
+@pytest.mark.parametrize("name", ["group", "block"])
+@pytest.mark.parametrize("tiny", [0.0, 1e-41])
+def test_a_row_whose_scales_are_all_zero_or_subnormal_gives_zeros(name: str, tiny: float) -> None:
+    module = layer(scheme_of(name), 256, 256, torch.float32)
+    module.weight_scale.data[0] = tiny
+    tensors = {part: value for part, value in module._parameters.items() if value is not None}
+    kernel = FP8Tiles(module.quantization_scheme, (256, 256), BF16, torch.device("cpu"))
+    flat = torch.randn(2, 256, dtype=BF16)
+    few, many = kernel.few(tensors, flat), kernel.many(tensors, flat, None)
+    assert few.isfinite().all() and few[:, 0].abs().max() < 1e-30
+    torch.testing.assert_close(few, many, atol=few.abs().max().item() * 0.02, rtol=0.02)

@@ -1,0 +1,51 @@
+"""A tensor that refuses to be written to: what `.weight` of a compressed layer reads as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WRITTEN = (
+    "the weight of a compressed layer is computed each time it is read: what is written to it would be lost. To change "
+    "or merge weights, load the model with execution='dense'"
+)
+
+
+class ReadOnly(Tensor):
+    """Values that are a copy. Any operation takes them and gives plain tensors; those in place raise ValueError.
+
+    Adapters are merged by `layer.weight.data += ...`, which would change a copy that is thrown away.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = kwargs.get("out", args[0] if _writes(func) and args else None)
+        if isinstance(written, cls):
+            raise ValueError(WRITTEN)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            shares = func in _SHARING and isinstance(result, Tensor)
+            return result.as_subclass(cls) if shares else result
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__set__":
+        return getattr(func, "__self__", None) is Tensor.data
+    in_place = name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
+    return in_place or name == "__setitem__" or (name.startswith("__i") and name.endswith("__") and name in _IN_PLACE)
+
+
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "and", "or", "xor")}
+_SHARING = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
+"""What gives the same values under another tensor."""
