@@ -102,14 +102,16 @@ class Residency:
                 f"{least.nbytes + working:,}: {largest.name} with {largest.nbytes:,}, what is always there, and "
                 f"{working:,} to work with. Give at least device_budget={least.nbytes + working}"
             )
-        self._budget, self._parked = nbytes, False
-        self._arrange(nbytes - working - self._held())
+        with self._lock:  # waits for a call that another thread is in
+            self._budget, self._parked = nbytes, False
+            self._arrange(nbytes - working - self._held())
 
     def park(self) -> None:
         """Take all weights off the device. The next call, or `set_budget`, brings them back."""
-        self._reset()
-        self._arrange(-1, Placement((), tuple(self._units), ((), ())))
-        self._parked = True
+        with self._lock:
+            self._reset()
+            self._arrange(-1, Placement((), tuple(self._units), ((), ())))
+            self._parked = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A deep copy of the model is a plain model in host memory."""

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,25 @@ def test_on_the_processor_changes_in_place_stay(save_model: Callable[[PreTrained
             if parameter.ndim == 2:
                 parameter.mul_(0.5)
         assert torch.equal(whole(ids).logits, changed)
+
+
+def test_another_budget_waits_for_calls_of_other_threads(tiny_llama: Path) -> None:
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device_map="cpu", device_budget=1_500_000)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+
+        def run(_: int) -> bool:
+            with torch.no_grad():
+                return all(torch.equal(model(ids).logits, wanted) for _ in range(20))
+
+        with ThreadPoolExecutor(3) as pool:
+            results = [pool.submit(run, number) for number in range(3)]
+            number = 0
+            while not all(result.done() for result in results):
+                number += 1
+                model.residency.park() if number % 2 else model.residency.set_budget(1_000_000 + number)
+            assert all(result.result(timeout=60) for result in results)
 
 
 def test_a_deep_copy_is_a_plain_model(tiny_llama: Path) -> None:
