@@ -354,7 +354,7 @@ def _weight(module: Any, shape: tuple[int, int]) -> torch.Tensor:
     ):  # loaders look at it before there are values
         return torch.empty(shape, dtype=module.dtype, device="meta")
     values = dequantize(module)
-    if not torch.compiler.is_compiling():
+    if type(values) is torch.Tensor and not torch.compiler.is_compiling():  # others have a subclass of their own
         values = values.as_subclass(ReadOnly)
     values._is_hf_initialized = True  # type: ignore[attr-defined]
     return values
