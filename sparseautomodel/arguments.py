@@ -132,7 +132,7 @@ def check_device(device: torch.device) -> None:
     there_is = accelerator()
     if device.type not in ("cpu", "meta", there_is.type if there_is else "cpu"):
         there = f"'cpu' or {there_is.type!r}" if there_is else "only 'cpu'"
-        raise ValueError(f"device_map places the model on {str(device)!r}, and this machine and torch have {there}")
+        raise ValueError(f"the model is to be on {str(device)!r}, and this machine and torch have {there}")
 
 
 def accelerator() -> torch.device | None:

@@ -83,7 +83,10 @@ def execution_of(
     Raises:
         CheckpointError, ValueError: as `inspect`.
     """
-    place = torch.device(device or "cpu")
+    try:
+        place = torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device of torch. Write 'cpu', 'cuda' or 'cuda:1'") from error
     check_device(place)
     config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code, **kwargs)
     checkpoint = open_checkpoint(name_or_path, **kwargs)

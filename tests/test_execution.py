@@ -298,3 +298,9 @@ def test_what_would_run_is_what_runs(family: str, compressed: Callable[[str, str
     result = CliRunner().invoke(app, ["inspect", "--execution", "--json", str(folder)])
     assert result.exit_code == 0 and json.loads(result.stdout) == json.loads(json.dumps(found.to_dict()))
     assert "runs on" in CliRunner().invoke(app, ["inspect", "--execution", str(folder)]).stdout
+
+
+def test_a_device_that_is_none_is_named(compressed: Callable[[str, str], Path]) -> None:
+    folder = str(compressed("llama", "W4A16"))
+    result = CliRunner().invoke(app, ["inspect", "--execution", "--device", "banana", folder])
+    assert result.exit_code != 0 and "device='banana' is no device of torch" in " ".join(result.output.split())
