@@ -318,7 +318,8 @@ def test_perplexity_of_a_real_model(
     rows = [smollm2_tokenizer(prose[at : at + 2000], return_tensors="pt")["input_ids"] for at in range(0, 32000, 2000)]
     oneshot(smollm2, recipe(scheme), data=[{"input_ids": row} for row in rows], output=tmp_path / "out")
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    found, exact = (perplexity(one, smollm2_tokenizer, prose[-40000:], max_tokens=4096).value for one in (model, plain(model)))
+    unseen = prose[-40000:]
+    found, exact = (perplexity(one, smollm2_tokenizer, unseen, max_tokens=4096).value for one in (model, plain(model)))
     assert found != exact and abs(found / exact - 1) < limit, f"{found:.3f} with 8 bits, {exact:.3f} without"
     before, after = model.load_report.cache
     assert (before, after) == (30 * 2 * 3 * 64 * 2, 30 * 2 * 3 * 64)
