@@ -245,8 +245,8 @@ def test_a_model_gives_what_its_dequantized_weights_give(
     if execution == "auto":
         exact = reference.model(rounds, torch.float32)(IDS).logits
         limit = max(limit, 2 * ((wanted - exact).norm() / exact.norm()).item())
-    if family == "mixtral":  # a token at the edge of two experts goes to the other one
-        limit = max(limit, 0.2)
+    if family == "mixtral":  # a token at the edge of two experts goes to the other one: held to the half of the tokens
+        error = ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median()
     assert error < limit, (error, limit)
     kernels = {name for name, _ in model.load_report.kernels.values()}
     for module in layers.values():
