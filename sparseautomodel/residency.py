@@ -235,8 +235,8 @@ class Residency:
         for module in self._model.modules():
             if isinstance(module, PreTrainedModel) or module is self._model:
                 self._hooks += around(module, self._begin, self._end)
+        set_classes(self._model, self)
         if self._device.copies_values:
-            set_classes(self._model, self)
             self._watch()
 
     def _unhook(self) -> None:
