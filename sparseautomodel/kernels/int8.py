@@ -15,13 +15,16 @@ from torch import Tensor
 
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.formats.base import as_dtype
-from sparseautomodel.kernels.base import Kernel, Tensors
+from sparseautomodel.kernels.base import TILE_ELEMENTS, Kernel, Tensors, scratch
 
 TOKENS = 512
 """Multiplied at once: what a call holds besides its output, sums and rounded inputs, is for so many."""
 
 ONE_BY_ONE = 4
 """Up to so many tokens are multiplied one by one on a CPU, where torch._int_mm is good at one and at many."""
+
+SUMS = 2**19
+"""At once on a CPU: 2 MB, which stays in the cache with what is made of it."""
 
 CUDA_TOKENS = 32
 """torch._int_mm takes no fewer than 17 on CUDA: fewer are padded to so many."""
@@ -71,7 +74,7 @@ class Int8(Kernel):
         if "weight_zero_point" in tensors:
             tensors["weight_zeros"] = _zeros(tensors["weight_zero_point"], len(weight))
         if not self.scheme.input_activations.symmetric:
-            sums = self._products(torch.ones_like(weight[:1]), weight)[0]
+            sums = self._products(torch.ones_like(weight[:1]), weight)[0].clone()
             if "weight_zeros" in tensors:
                 sums -= weight.shape[1] * tensors["weight_zeros"].int()
             tensors["weight_sums"] = sums
@@ -110,30 +113,54 @@ class Int8(Kernel):
         by_row: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
+        tokens, rows = len(flat), self.shape[0]
         codes = _codes(flat, scale, zero_point, self.scheme.input_activations)
-        sums = self._products(codes, tensors["weight"])
+        step = _step(tokens, self.shape) if flat.device.type == "cpu" else max(rows, 1)
+        if step >= rows:
+            scaled = torch.mul(self._sums(tensors, codes, zero_point, slice(None)), scale.float()).mul_(by_row)
+            return (scaled if bias is None else scaled.add_(bias)).to(flat.dtype)
+        output, by_row = flat.new_empty(tokens, rows), by_row.expand(rows)
+        for start in range(0, rows, step):
+            run = slice(start, min(start + step, rows))
+            sums = self._sums(tensors, codes, zero_point, run)
+            scaled = scratch("scaled", *sums.shape, dtype=torch.float32).copy_(sums).mul_(scale.float())
+            scaled.mul_(by_row[run])
+            output[:, run] = scaled if bias is None else scaled.add_(bias[run])
+        return output
+
+    def _sums(self, tensors: Tensors, codes: Tensor, zero_point: Tensor | None, rows: slice) -> Tensor:
+        """The product of inputs and a run of rows of the weight, less their zero points, in units of both scales."""
+        sums = self._products(codes, tensors["weight"][rows])
         if "weight_zeros" in tensors:
-            sums.addcmul_(codes.sum(1, keepdim=True, dtype=torch.int32), tensors["weight_zeros"].int(), value=-1)
+            zeros = tensors["weight_zeros"].expand(self.shape[0])[rows].int()
+            sums.addcmul_(codes.sum(1, keepdim=True, dtype=torch.int32), zeros, value=-1)
         if zero_point is not None:
-            sums.addcmul_(zero_point.int(), tensors["weight_sums"], value=-1)
-        output = torch.mul(sums, scale.float()).mul_(by_row)
-        return (output if bias is None else output.add_(bias)).to(flat.dtype)
+            sums.addcmul_(zero_point.int(), tensors["weight_sums"][rows], value=-1)
+        return sums
 
     def _products(self, codes: Tensor, weight: Tensor) -> Tensor:
         """`codes [tokens, in_features]` times the weight's, both int8: int32 `[tokens, out_features]`."""
         tokens = len(codes)
         if tokens == 0:
             return codes.new_empty(0, len(weight), dtype=torch.int32)
-        if codes.device.type == "cuda" and tokens < CUDA_TOKENS:
-            padded = torch.nn.functional.pad(codes, (0, 0, 0, CUDA_TOKENS - tokens))
+        if codes.device.type == "cuda":
+            short = max(0, CUDA_TOKENS - tokens)
+            padded = torch.nn.functional.pad(codes, (0, 0, 0, short)) if short else codes
             return torch._int_mm(padded, weight.t())[:tokens]
+        sums = scratch("sums", tokens, len(weight), dtype=torch.int32)
         if tokens == 1 or tokens > ONE_BY_ONE:
-            return torch._int_mm(codes, weight.t())
-        sums = codes.new_empty(tokens, len(weight), dtype=torch.int32)
-        for rows in self.tiles():
-            for token in range(tokens):
-                sums[token, rows] = torch._int_mm(codes[token : token + 1], weight[rows].t())[0]
+            return torch._int_mm(codes, weight.t(), out=sums)
+        for token in range(tokens):
+            torch._int_mm(codes[token : token + 1], weight.t(), out=sums[token : token + 1])
         return sums
+
+
+def _step(tokens: int, shape: tuple[int, int]) -> int:
+    """Rows at once on a CPU: their sums, or for few tokens their weights, are read again while in the cache."""
+    rows, columns = shape
+    if tokens <= 1:
+        return max(rows, 1)
+    return max(64, (TILE_ELEMENTS // max(columns, 1) if tokens <= ONE_BY_ONE else SUMS // tokens) // 64 * 64)
 
 
 def _is_int8(args: QuantizationArgs | None) -> bool:
@@ -163,7 +190,7 @@ def _ranges(flat: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor | None
     if not args.symmetric:
         lowest, highest = flat.amin(**over), flat.amax(**over)
         return calculate_qparams(lowest, highest, args)
-    largest = flat.abs().amax(**over)
+    largest = torch.abs(flat, out=_room("numbers", flat, flat.dtype)).amax(**over)
     # A tensor, because CUDA multiplies by the reciprocal of a number.
     scale = largest / largest.new_full((), (2**args.num_bits - 1) / 2)
     scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
@@ -176,8 +203,15 @@ def _calibrated(tensors: Tensors, args: QuantizationArgs) -> tuple[Tensor, Tenso
 
 def _codes(flat: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantizationArgs) -> Tensor:
     """`flat` as the int8 numbers that compressed-tensors rounds it to."""
-    numbers = flat / scale
+    numbers = torch.div(flat, scale, out=_room("numbers", flat, flat.dtype))
     if zero_point is not None:
         numbers += zero_point.to(flat.dtype)
     half = 2 ** (args.num_bits - 1)
-    return numbers.round_().clamp_(-half, half - 1).to(torch.int8)
+    return _room("codes", flat, torch.int8).copy_(numbers.round_().clamp_(-half, half - 1))
+
+
+def _room(role: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory of the shape and on the device of `like` for what is dead after the call."""
+    if like.device.type == "cpu":
+        return scratch(role, *like.shape, dtype=dtype)
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
