@@ -34,6 +34,9 @@ _KEPT = ("weight_scale", "weight_zero_point", "weight_shape")
 _TILE = 1 << 21
 """Weights expanded at once: 4 MB of bfloat16."""
 
+_NARROWEST = 8
+"""Blocks at once whatever their width: products of fewer columns are slower."""
+
 
 class Int4(Kernel):
     name: ClassVar[str] = "int4: torch._weight_int4pack_mm_for_cpu"
@@ -136,7 +139,7 @@ class Int4(Kernel):
     def _runs(self, tensors: Tensors, first: int = 0, last: int | None = None) -> Iterator[slice]:
         """Blocks `first` to `last` in runs of about `_TILE` weights."""
         last = len(tensors["weight_int4"]) // BLOCK if last is None else last
-        step = max(1, _TILE // (BLOCK * self.shape[1]))
+        step = max(_NARROWEST, _TILE // (BLOCK * self.shape[1]))
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
 
