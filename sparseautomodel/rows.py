@@ -24,7 +24,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 Row = dict[str, Tensor]
 """Inputs of a model's forward for one row, each with its batch dimension."""
 
-_PIECE = 2**20
+_PIECE = 2**17
 """Characters of a running text that are tokenized at once, so that only what is needed of a long one is."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 """glibc keeps freed tensors of up to 32 MB for itself, several hundred MB in all, until it is asked."""
 
-_SLACK = 1 << 25
+_SLACK = 1 << 27
 """Bytes that the process may hold above what it has needed."""
 
 _SMALLEST = 1 << 16

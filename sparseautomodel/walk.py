@@ -198,8 +198,7 @@ class _Walk:
             forward.at, forward.args, forward.kwargs = None, (), None
             if self._cache is not None:
                 self._cache.recording = not forward.witness
-            # Witnesses are compared with each other: they run as the model will.
-            with contextlib.nullcontext() if forward.witness else BlockAttention():
+            with BlockAttention():
                 forward.light.switch(forward)
             if self._cache is not None:
                 self._cache.recording = False
