@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparseautomodel.allocator import freed_memory_stays
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.calibration import Batches
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
@@ -41,7 +42,7 @@ from sparseautomodel.witness import ROWS, Quality
 FINGERPRINT = "fingerprint.json"
 
 _CACHED_TOKENS = 1024
-"""Tokens in a forward on a CPU: activations of more leave its caches, and freed memory goes back and comes as faults."""
+"""Tokens in a forward on a CPU: activations of more leave its caches."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def calibrate(
             work.load_head()
             work.change_outside(path, known)
     observed = None if plan.cache is None else ObservedCache()
-    with tqdm(total=len(blocks), desc="Calibrating", unit="block", disable=None) as bar:
+    with freed_memory_stays(), tqdm(total=len(blocks), desc="Calibrating", unit="block", disable=None) as bar:
         work.progress = bar.update
         walk(
             work.model,

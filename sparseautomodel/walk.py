@@ -23,6 +23,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
+from sparseautomodel.allocator import give_back
 from sparseautomodel.attention import BlockAttention
 from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.forwards import Forward, first_tensor, run_block, wait
@@ -262,6 +263,7 @@ class _Walk:
     def _end_witnesses(self) -> None:
         """Let each witness go on to the end, in both models; one after another, since outputs may be large."""
         if self._sources:
+            give_back()  # logits are larger than all before
             self._callbacks.load_head()
         for source, result in zip(self._sources, self._results, strict=True):
             self._callbacks.outside(True)
