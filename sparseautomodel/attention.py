@@ -15,7 +15,7 @@ _QUERIES, _SCORES, _FEWEST = 128, 2**22, 32
 queries at once: rows so long that they would have to be fewer are left to torch."""
 
 _MORE = 2
-"""Columns that queries and keys get for what is taken from the scores: an even number, as the instructions take pairs."""
+"""Columns that queries and keys get for what is taken from the scores: even, since the instructions take pairs."""
 
 
 class BlockAttention(TorchFunctionMode):
