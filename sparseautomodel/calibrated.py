@@ -6,12 +6,12 @@ waits in mapped files.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,14 +25,14 @@ from tqdm import tqdm
 from sparseautomodel.allocator import freed_memory_stays
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.calibration import Batches
-from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
+from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, Reads, StoredTensor, open_files
 from sparseautomodel.kv_cache import ObservedCache, kv_scales
 from sparseautomodel.layers import quantization_of
 from sparseautomodel.modifiers import Layer, Modifier
 from sparseautomodel.plan import Plan
 from sparseautomodel.report import versions
 from sparseautomodel.sets import find_blocks
-from sparseautomodel.solving import OUTSIDE, Solving
+from sparseautomodel.solving import OUTSIDE, Solving, damaged
 from sparseautomodel.spill import Spill
 from sparseautomodel.statistics import LayerError
 from sparseautomodel.transform import LayerPlan, scan, transform
@@ -170,7 +170,15 @@ def leave_or_say(scratch: Path, error: BaseException) -> None:
     if any(scratch.glob("*.safetensors")):
         error.add_note(f"Finished blocks are kept in {scratch}: resume=True goes on from them; else delete the folder")
     else:
-        shutil.rmtree(scratch, ignore_errors=True)
+        clear_scratch(scratch)
+
+
+def clear_scratch(scratch: Path) -> None:
+    """Remove what runs have left in the folder; and the folder, unless there is something else in it."""
+    for file in [*scratch.glob("*.safetensors"), *scratch.glob("*.partial"), scratch / FINGERPRINT]:
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        scratch.rmdir()
 
 
 def path_of(layer: Layer) -> str:
@@ -216,7 +224,13 @@ def _result(
 
 
 def _finished(scratch: Path) -> dict[str, LazyTensor]:
-    return dict(open_files(sorted(str(file) for file in scratch.glob("*.safetensors"))))
+    found: dict[str, LazyTensor] = {}
+    for file in sorted(scratch.glob("*.safetensors")):
+        try:
+            found |= open_files([str(file)])
+        except CheckpointError as error:
+            raise damaged(file) from error
+    return found
 
 
 def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
@@ -239,8 +253,8 @@ def _open_scratch(scratch: Path, resume: bool, **inputs: Any) -> None:
                 "started with, or start anew with resume=False"
             )
         return
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    clear_scratch(scratch)
+    scratch.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(wanted, indent=2))
     partial.replace(path)
