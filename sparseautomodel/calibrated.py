@@ -25,12 +25,13 @@ from tqdm import tqdm
 from sparseautomodel.allocator import freed_memory_stays
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.calibration import Batches
-from sparseautomodel.checkpoint import Checkpoint, CheckpointError, LazyTensor, Reads, StoredTensor, open_files
+from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
 from sparseautomodel.kv_cache import ObservedCache, kv_scales
 from sparseautomodel.layers import quantization_of
 from sparseautomodel.modifiers import Layer, Modifier
 from sparseautomodel.plan import Plan
 from sparseautomodel.report import versions
+from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.sets import find_blocks
 from sparseautomodel.solving import OUTSIDE, Solving, damaged
 from sparseautomodel.spill import Spill

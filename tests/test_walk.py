@@ -288,7 +288,7 @@ def test_attention_is_blockwise_during_the_walk_and_not_after(
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     run(model, batches, witnesses=[{"input_ids": batches[0]["input_ids"][:1]}])
     rows = [len(batch["input_ids"]) for batch in batches]
-    assert called == [1, *rows, 1] * 2  # in each block: the witness in the source, the batches, the witness in the result
+    assert called == [1, *rows, 1] * 2  # in each block: the witness as it was, the batches, the witness as it became
     called.clear()
     model(**batches[0])
     assert not called  # nothing is left behind
