@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-_QUERIES, _SCORES, _FEWEST = 256, 2**22, 32
+_QUERIES, _SCORES, _FEWEST = 128, 2**22, 32
 """Most queries at once, and most scores: what the caches hold, and less than half is computed to be masked. Fewest
 queries at once: rows so long that they would have to be fewer are left to torch."""
+
+_MORE = 2
+"""Columns that queries and keys get for what is taken from the scores: even, since the instructions take pairs."""
 
 
 class BlockAttention(TorchFunctionMode):
@@ -37,25 +40,43 @@ class BlockAttention(TorchFunctionMode):
 def block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
     """`softmax(scale * query key^T) value`, all `[batch, heads, tokens, width]`; heads of query share those of key.
 
-    Scores are rounded to the dtype, as in the eager attention of transformers. What stands above the diagonal of a
-    block is not computed. Each row of the batch is computed alone, so that the size of the batch changes nothing.
+    Scores leave the matrix product in the dtype, where a score of 20 is off by up to 1/16. So the product takes from
+    those of each query about the largest of them: softmax is the same, and what counts is close to 0 and nearly exact.
+    What stands above the diagonal of a block is not computed. Each row of the batch is computed alone, so that the size
+    of the batch changes nothing.
     """
-    batch, heads, tokens, width = query.shape
-    shared, length = key.shape[1], key.shape[2]
+    batch, heads, tokens, _ = query.shape
+    length = key.shape[2]
     step = max(_FEWEST, min(_QUERIES, _SCORES // (heads * length)))
     result = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
     above = query.new_full((step, step), -torch.inf).triu_(1) if causal else None
     for row in range(batch):
+        queries, keys = _shifted(query[row], key[row], scale)
+        shared, _, _, width = queries.shape
         for start in range(0, tokens, step):
             stop = min(tokens, start + step)
             seen = stop if causal else length
-            mine = query[row, :, start:stop].mul(scale).reshape(shared, -1, width)
-            scores = torch.bmm(mine, key[row, :, :seen].transpose(1, 2)).view(heads, stop - start, seen)
+            mine = queries[:, :, start:stop].reshape(shared, -1, width)
+            scores = torch.bmm(mine, keys[:, :seen].transpose(1, 2)).view(heads, stop - start, seen)
             if above is not None:
                 scores[:, :, start:].add_(above[: stop - start, : stop - start])
             part = torch.bmm(scores.softmax(-1).view(shared, -1, seen), value[row, :, :seen])
             result[row, :, start:stop] = part.view(heads, stop - start, -1)
     return result
+
+
+def _shifted(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries `[shared, heads of each, tokens, width]` and keys with a few columns more, so that their product is the
+    scores less the larger of two for each query: that of the first key, on which attention rests, and of its own."""
+    (heads, tokens, width), shared = query.shape, key.shape[0]
+    queries = query.new_zeros(shared, heads // shared, tokens, width + _MORE)
+    keys = key.new_zeros(shared, key.shape[1], width + _MORE)
+    keys[:, :, :width], keys[:, :, width] = key, -1
+    scaled = torch.mul(query.view(shared, -1, tokens, width), scale, out=queries[..., :width])
+    first = torch.matmul(scaled, key[:, None, 0, :, None]).squeeze(-1)
+    own = (scaled * key[:, None]).sum(-1)
+    torch.maximum(first, own, out=queries[..., width])
+    return queries, keys
 
 
 def _fits(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from sparseautomodel.architecture import Architecture, auto_class_for, read_architecture
-from sparseautomodel.calibrated import calibrate, leave_or_say, scratch_of
+from sparseautomodel.calibrated import calibrate, clear_scratch, leave_or_say, scratch_of
 from sparseautomodel.calibration import read_batches
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, Reads, StoredTensor, open_checkpoint
 from sparseautomodel.completeness import few
@@ -157,7 +156,7 @@ def oneshot(
         _write_provenance(folder, report, recipe, model, loader.__name__, **config_keys)
         _check_result(folder, trust_remote_code)
     if calibrating:
-        shutil.rmtree(scratch_of(output))
+        clear_scratch(scratch_of(output))
     return report
 
 

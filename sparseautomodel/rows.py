@@ -24,7 +24,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 Row = dict[str, Tensor]
 """Inputs of a model's forward for one row, each with its batch dimension."""
 
-_PIECE = 2**20
+_PIECE = 2**17
 """Characters of a running text that are tokenized at once, so that only what is needed of a long one is."""
 
 
@@ -51,6 +51,11 @@ def read_rows(data: Any, tokenizer: Any, limit: int) -> Iterator[Row]:
         data = _read_file(path) if path.suffix in READERS else _read_dataset(str(data))
     if isinstance(data, Mapping):
         data = [data]
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise ValueError(
+            f"calibration data must be texts, rows, a file or the name of a data set, not of {type(data).__name__} "
+            f"({data!r}): data=[text, ...] or data='texts.jsonl'"
+        )
     for number, row in enumerate(data):
         try:
             yield from _split(_encoded(row, tokenizer))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
 import tempfile
 import weakref
 from pathlib import Path
@@ -12,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""glibc keeps freed tensors of up to 32 MB for itself, several hundred MB in all, until it is asked."""
+from sparseautomodel.allocator import give_back, held_nbytes, used_nbytes
 
-_SLACK = 1 << 25
-"""Bytes that the process may hold above what it has needed."""
+_SLACK = 3 << 26
+"""Bytes of freed memory that the process may hold above the most that it has used."""
 
 _SMALLEST = 1 << 16
 """Bytes below which a tensor is not worth a file of its own."""
@@ -34,8 +31,10 @@ class Spill:
         self._waiting: dict[int, int] = {}
         """Tensors in memory, and their bytes."""
         self._held = 0
+        self._apart = held_nbytes() - used_nbytes()
+        """Memory of the process that is not the allocator's."""
         self._needed = 0
-        """The most memory that the process held after it was trimmed."""
+        """The most that the process has been seen to use."""
         self._mapped: weakref.WeakValueDictionary[int, _Map] = weakref.WeakValueDictionary()
         """Address -> the pages there."""
 
@@ -66,14 +65,14 @@ class Spill:
     def trim(self) -> None:
         """Give back to the system what the allocator keeps of tensors that are gone, if memory has grown.
 
-        Up to what the process has needed before, giving memory back lowers no peak, and each page costs a fault when it
+        Up to what the process has used before, giving memory back lowers no peak, and each page costs a fault when it
         is used again.
         """
-        if _LIBC is None or not hasattr(_LIBC, "malloc_trim"):
-            return
-        if _anonymous_nbytes() > self._needed + _SLACK:
-            _LIBC.malloc_trim(0)
-            self._needed = max(self._needed, _anonymous_nbytes())
+        held = held_nbytes()
+        if held > self._needed + _SLACK:
+            self._needed = max(self._needed, self._apart + used_nbytes())
+        if held > self._needed + _SLACK:
+            give_back()
 
     def __len__(self) -> int:
         """How many tensors wait in files."""
@@ -85,12 +84,6 @@ class Spill:
 
     def _forget(self, key: int) -> None:
         self._held -= self._waiting.pop(key)
-
-
-def _anonymous_nbytes() -> int:
-    """Memory of the process that is of no file."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 class _Map(mmap.mmap):

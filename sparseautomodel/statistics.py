@@ -196,7 +196,8 @@ class ColumnNorm:
         self.tokens += len(inputs)
         for chunk in inputs.split(_CACHED):
             # In float64 across chunks, so that it does not matter how the tokens were cut.
-            squares = chunk.float().square().sum(0).double()
+            exact = chunk.to(torch.float32, copy=True)
+            squares = exact.mul_(exact).sum(0).double()
             self._sum = squares if self._sum is None else self._sum + squares
 
     @property

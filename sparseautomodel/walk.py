@@ -23,6 +23,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
+from sparseautomodel.allocator import give_back
 from sparseautomodel.attention import BlockAttention
 from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.forwards import Forward, first_tensor, run_block, wait
@@ -198,8 +199,7 @@ class _Walk:
             forward.at, forward.args, forward.kwargs = None, (), None
             if self._cache is not None:
                 self._cache.recording = not forward.witness
-            # Witnesses are compared with each other: they run as the model will.
-            with contextlib.nullcontext() if forward.witness else BlockAttention():
+            with BlockAttention():
                 forward.light.switch(forward)
             if self._cache is not None:
                 self._cache.recording = False
@@ -263,6 +263,7 @@ class _Walk:
     def _end_witnesses(self) -> None:
         """Let each witness go on to the end, in both models; one after another, since outputs may be large."""
         if self._sources:
+            give_back()  # logits are larger than all before
             self._callbacks.load_head()
         for source, result in zip(self._sources, self._results, strict=True):
             self._callbacks.outside(True)

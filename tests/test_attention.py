@@ -54,6 +54,21 @@ def test_close_to_exact(heads: int, shared: int, tokens: int, causal: bool) -> N
     assert relative_error(found, reference(query, key, value, causal)) < 1e-4
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_large_scores_are_not_rounded_where_they_count(causal: bool) -> None:
+    query, key, value = inputs(6, 2, 300)
+    query, key = query + 2, key + 2  # what is common to all keys makes scores large, and softmax does not see it
+    exact = reference(query, key, value, causal)
+    group = query.shape[1] // key.shape[1]
+    scores = (query * 0.25) @ key.repeat_interleave(group, 1).transpose(-1, -2)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    rounded = scores.softmax(-1) @ value.repeat_interleave(group, 1)
+    found = relative_error(block_attention(query, key, value, 0.25, causal), exact)
+    assert scores.isfinite().any() and float(scores[scores.isfinite()].max()) > 15
+    assert found < relative_error(rounded, exact) / 2
+
+
 def test_batch_size_changes_no_bit() -> None:
     query, key, value = inputs(6, 2, 70, batch=3)
     whole = block_attention(query, key, value, 0.25, True)

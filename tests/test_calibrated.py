@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from sparseautomodel import Recipe, SparseAutoModelForCausalLM, oneshot, plan, verify
 from sparseautomodel.__main__ import app
-from sparseautomodel.calibrated import scratch_of
+from sparseautomodel.calibrated import _parts, scratch_of
 from sparseautomodel.checkpoint import open_checkpoint
 from sparseautomodel.masks import satisfies
 from sparseautomodel.plan import PlanError
@@ -256,3 +256,15 @@ def test_the_callers_random_state_is_untouched(tiny_llama: Path, rows: Any, tmp_
     before = torch.get_rng_state()
     oneshot(tiny_llama, recipe(GPTQ), data=rows, output=tmp_path / "out", seed=3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_on_a_cpu_a_forward_takes_few_rows() -> None:
+    batch = {"input_ids": torch.arange(10).view(5, 2).repeat(1, 256), "other": torch.arange(5)}
+    parts = list(_parts(batch, torch.device("cpu")))
+    assert [len(part["input_ids"]) for part in parts] == [2, 2, 1]
+    assert all(torch.equal(torch.cat([part[name] for part in parts]), value) for name, value in batch.items())
+    assert list(_parts(batch, torch.device("cuda"))) == [batch]
+    long = {"input_ids": torch.ones(1, 3000)}
+    assert [part["input_ids"].shape for part in _parts(long, torch.device("cpu"))] == [(1, 3000)]
+    pictures = {"pixel_values": torch.ones(5, 3, 4, 4)}  # how many there are to a row is not known
+    assert list(_parts(pictures, torch.device("cpu"))) == [pictures]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparseautomodel import oneshot, verify
@@ -221,3 +222,43 @@ def test_what_was_killed_in_its_first_word_starts_anew(
             oneshot(tiny_llama, RECIPE, data=rows(), output=tmp_path / "out")
     oneshot(tiny_llama, RECIPE, data=rows(), output=tmp_path / "out", resume=True)
     assert verify(tmp_path / "out").ok and not scratch_of(tmp_path / "out").exists()
+
+
+def stopped_run(model: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files of finished blocks of a run that ended before it wrote the result."""
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.import_module("sparseautomodel.oneshot"), "write_tensors", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            oneshot(model, RECIPE, data=rows(), output=output)
+    return sorted(scratch_of(output).glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "without errors"])
+def test_a_damaged_block_is_named_and_solved_again_when_deleted(
+    damage: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = stopped_run(tiny_llama, tmp_path / "out", monkeypatch)[0]
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        save_file(load_file(file), file)
+    with pytest.raises(ValueError, match=rf"{file.name}.* is damaged. Delete it: resume=True"):
+        oneshot(tiny_llama, RECIPE, data=rows(), output=tmp_path / "out", resume=True)
+    file.unlink()
+    oneshot(tiny_llama, RECIPE, data=rows(), output=tmp_path / "out", resume=True)
+    assert verify(tmp_path / "out").ok and not scratch_of(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_is_not_of_a_run_stays_in_the_folder(
+    resume: bool, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_run(tiny_llama, tmp_path / "out", monkeypatch)
+    foreign = scratch_of(tmp_path / "out") / "notes.txt"
+    foreign.write_text("mine")
+    oneshot(tiny_llama, RECIPE, data=rows(), output=tmp_path / "out", resume=resume)
+    assert list(scratch_of(tmp_path / "out").iterdir()) == [foreign] and foreign.read_text() == "mine"

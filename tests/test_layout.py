@@ -78,6 +78,7 @@ ROWS = (
         "attention",
         "read_only",
     ),
+    ("allocator",),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")

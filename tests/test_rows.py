@@ -179,3 +179,8 @@ def test_rows_that_cannot_be_read_are_named(data: Any, part: str, tiny_tokenizer
 def test_a_mask_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="attention_mask has 4 entries and input_ids has 5"):
         list(read_rows([{"input_ids": [1, 2, 3, 4, 5], "attention_mask": [1, 1, 1, 1]}], None, 16))
+
+
+def test_what_is_no_data_is_said() -> None:
+    with pytest.raises(ValueError, match=r"calibration data must be texts.* not of int \(5\): data="):
+        list(read_rows(5, None, 8))

@@ -274,7 +274,7 @@ def test_freed_memory_goes_back_on_the_way(
     assert len(times) >= len(batches) * 8  # four sets in each of two blocks
 
 
-def test_attention_of_batches_is_blockwise_and_that_of_witnesses_is_not(
+def test_attention_is_blockwise_during_the_walk_and_not_after(
     tiny_llama: Path, batches: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[int] = []
@@ -287,7 +287,8 @@ def test_attention_of_batches_is_blockwise_and_that_of_witnesses_is_not(
     monkeypatch.setattr("sparseautomodel.attention.block_attention", counted)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     run(model, batches, witnesses=[{"input_ids": batches[0]["input_ids"][:1]}])
-    assert called == [len(batch["input_ids"]) for _ in range(2) for batch in batches]
+    rows = [len(batch["input_ids"]) for batch in batches]
+    assert called == [1, *rows, 1] * 2  # in each block: the witness as it was, the batches, the witness as it became
     called.clear()
     model(**batches[0])
     assert not called  # nothing is left behind

@@ -41,6 +41,9 @@ from sparseautomodel.statistics import (
 )
 from sparseautomodel.threads import torch_threads
 
+_MOST_ROUNDS = 100
+"""Of descent: each takes about as long as the solution, and the first few do nearly all that there is to gain."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQModifier(SchemeKeys):
@@ -78,8 +81,10 @@ class GPTQModifier(SchemeKeys):
             )
         if self.actorder not in ("static", "weight", None):
             raise ModifierError("actorder", f"there is no actorder {self.actorder!r}. Write static or null")
-        if type(self.refine) is not int or self.refine < 0:
-            raise ModifierError("refine", f"refine is a number of rounds, got {self.refine!r}. Write 0 or 2")
+        if type(self.refine) is not int or not 0 <= self.refine <= _MOST_ROUNDS:
+            raise ModifierError(
+                "refine", f"refine is a number of rounds from 0 to {_MOST_ROUNDS}, got {self.refine!r}. Write 0 or 2"
+            )
         object.__setattr__(self, "actorder", self.actorder and "static")
 
     def statistic(self, layer: Layer) -> Hessian:

@@ -229,6 +229,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"actorder": "random"}, "actorder", "Write static or null"),
     ({"block_size": 0}, "block_size", "Write 128"),
     ({"block_size": 64.0}, "block_size", "Write 128"),
+    ({"refine": 10**9}, "refine", "from 0 to 100"),
+    ({"refine": 1e9}, "refine", "from 0 to 100"),
     ({"dampening_frac": -0.1}, "dampening_frac", "from 0 to 1"),
     ({"dampening_frac": "small"}, "dampening_frac", "from 0 to 1"),
     ({"dampening_frac": True}, "dampening_frac", "from 0 to 1"),
