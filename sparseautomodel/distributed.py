@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
@@ -84,11 +84,6 @@ def rank_device(config: DistributedConfig | dict[str, Any] | None) -> torch.devi
         return None if config is None else torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     return torch.device(accelerator.type if accelerator else "cpu", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plan_for_compressed(model: PreTrainedModel, plan: dict[str, str]) -> None:

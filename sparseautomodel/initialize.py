@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from sparseautomodel.construction import Construction, constructions, forget, rebuilt
+from sparseautomodel.construction import ATTRIBUTE, Construction, constructions, forget, rebuilt
 from sparseautomodel.contracts import Part, parts
 from sparseautomodel.distributed import common_seed
 from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
 from sparseautomodel.numbers import poison, poisoned, spread
 from sparseautomodel.random_values import drawing
 from sparseautomodel.writes import Writes, local
+
+WITH_VALUES = "Build the module with values, without empty_weights: init_module(seed=...)"
 
 
 class InitializationError(ValueError):
@@ -116,7 +117,7 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
         seed = next((one.seed for one in built if one.seed is not None), None)
     every = parts(module)
     _tie(module)
-    _check_contracts(every)
+    _check_contracts(every, built)
     mesh = next((one.mesh for one in built if one.mesh is not None), None)
     tensors = _empty_tensors(module)
     if mesh is not None and tensors:
@@ -148,8 +149,6 @@ class _Empty:
     """What the constructor made: the whole."""
     dtype: torch.dtype
     names: list[str] = field(default_factory=list)
-    value: Tensor | None = None
-    """What the constructor computed, for what is no parameter."""
 
     @property
     def name(self) -> str:
@@ -167,12 +166,21 @@ def _empty_tensors(module: nn.Module) -> list[_Empty]:
         for path, one in module.named_modules(remove_duplicate=False):
             for key, value in getattr(one, kind).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), value.detach(), value.dtype)
+                    origin = _origin(one, key, value)
+                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), origin, value.dtype)
                     entry = found.setdefault(id(value), entry)
                     entry.names.append(f"{path}.{key}".removeprefix("."))
                     if all((one, key) != place for place in entry.owners):
                         entry.owners.append((one, key))
     return list(found.values())
+
+
+def _origin(owner: nn.Module, key: str, value: Tensor) -> Tensor:
+    """What the constructor made, where the module was cast or copied since."""
+    built = vars(owner).get(ATTRIBUTE)
+    noted = built.tensors.get(key) if built is not None else None
+    known = built is not None and built.construction is not None and built.construction.record.knows(local(value))
+    return noted[0] if noted is not None and not known and noted[0].shape == value.shape else value.detach()
 
 
 @contextlib.contextmanager
@@ -183,7 +191,7 @@ def _drawn_once(tensors: list[_Empty], built: Sequence[Construction]) -> Iterato
     """
     tied = [one for one in tensors if one.is_parameter and len(one.owners) > 1]
     for one in tied:
-        makers = [each.maker(one.origin) for each in built]
+        makers = [each.record.maker(one.origin) for each in built]
         one.owners.sort(key=lambda place: all(place[0] is not maker for maker in makers))
         for owner, key in one.owners[1:]:
             owner._parameters[key] = nn.Parameter(torch.empty_like(one.meta), requires_grad=False)
@@ -206,11 +214,15 @@ def _tie(module: nn.Module) -> None:
                 setattr(model.get_submodule(path), key, other)
 
 
-def _check_contracts(every: list[Part]) -> None:
-    """Every module with parameters on the meta device must be able to initialize them."""
+def _check_contracts(every: list[Part], built: Sequence[Construction]) -> None:
+    """Every module with parameters on the meta device must be able to initialize them, or have made them with values."""
     lacking = []
     for part in every:
-        own = [name for name, value in part.module.named_parameters(recurse=False) if value.is_meta]
+        own = [
+            name
+            for name, value in part.module.named_parameters(recurse=False)
+            if value.is_meta and not any(one.record.gives(_origin(part.module, name, value)) for one in built)
+        ]
         if own and not part.is_covered:
             names = listed(f"{part.name}.{name}".removeprefix(".") for name in own)
             lacking.append(f"{part.name or 'the module itself'}, a {type(part.module).__name__}: {names}")
@@ -241,13 +253,12 @@ def _fill(
     seed: int,
 ) -> None:
     kept = [value for value in (*module.parameters(), *module.buffers()) if not value.is_meta]
-    for one in tensors:
-        if not one.is_parameter:
-            one.value = _replayed(built, one.origin, seed, one.name)
+    named = {one.name: one.origin for one in tensors}
+    owners = {id(part.module): part.owner for part in every}
+    _check_reads(tensors, built)
     _allocate(tensors, device)
     writes = Writes([one.tensor for one in tensors], kept)
-    for one in tensors:
-        _put(one, one.value, writes)
+    _replay([one for one in tensors if not one.is_parameter], named, built, seed, writes)
     with drawing({one.name: one.tensor for one in tensors}, seed), writes:
         with _drawn_once(tensors, built):
             for part in every:
@@ -257,14 +268,17 @@ def _fill(
                 own = (*part.module.parameters(recurse=False), *part.module.buffers(recurse=False))
                 if part.owner is not None and part.method is not None and any(map(writes.lacks, own)):
                     part.method()
-    owners = {id(part.module): part.owner for part in every}
-    for one in tensors:
-        changed = one.is_parameter and owners[id(one.owner)] is None
-        if changed and any(each.changed_outside(one.origin) for each in built):
-            _put(one, _replayed(built, one.origin, seed, one.name), writes)
-        if writes.lacks(one.tensor):
-            value = _replayed(built, one.origin, seed, one.name)
-            _put(one, _rebuilt(one, owners[id(one.owner)], seed) if value is None else value, writes)
+    changed = {one.name: _change(one, owners[id(one.owner)] is not None, built) for one in tensors}
+    again = [one for one in tensors if changed[one.name] is not None or writes.lacks(one.tensor)]
+    found = _replay(again, named, built, seed, writes)
+    lost = [f"{one.name} ({changed[one.name]})" for one in again if changed[one.name] and one.name not in found]
+    if lost:
+        raise InitializationError(
+            f"what a constructor sets is not known while the module is built empty: {listed(lost)}. {WITH_VALUES}"
+        )
+    for one in again:
+        if one.name not in found and writes.lacks(one.tensor):
+            _put(one, _rebuilt(one, owners[id(one.owner)], seed), writes)
     _check(module, tensors, writes)
 
 
@@ -296,15 +310,39 @@ def _allocate(tensors: list[_Empty], device: torch.device) -> None:
             one.tensor = value
 
 
-def _replayed(built: Sequence[Construction], meta: Tensor, seed: int, name: str) -> Tensor | None:
-    """What the constructors computed for a tensor; what they drew for it comes from its name."""
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=7).digest()
-    with drawing({}, int.from_bytes(digest, "little")):
-        for one in built:
-            (value,) = one.replay([meta])
-            if value is not None:
-                return value
-    return None
+def _check_reads(tensors: list[_Empty], built: Sequence[Construction]) -> None:
+    """Numbers that constructors read out of tensors which are drawn anew now would not fit to them."""
+    problems = []
+    for construction in built:
+        for read in construction.record.reads:
+            names = [one.name for one in tensors if construction.record.draws(one.origin) & read.draws]
+            problems += [f"{read.how} in {read.line}, of {listed(names)}"] if names else []
+    if problems:
+        raise InitializationError(
+            "a constructor reads numbers out of tensors that are random, and would have others in an empty module:\n- "
+            + "\n- ".join(problems)
+            + f"\n{WITH_VALUES}"
+        )
+
+
+def _change(one: _Empty, managed: bool, built: Sequence[Construction]) -> str | None:
+    """Where a constructor changed a tensor after the module that has it was initialized."""
+    changes = (each.record.changed_outside(one.origin, managed) for each in built)
+    return next((call.line for call in changes if call is not None), None)
+
+
+def _replay(
+    tensors: list[_Empty], named: Mapping[str, Tensor], built: Sequence[Construction], seed: int, writes: Writes
+) -> set[str]:
+    """Give tensors the values that the constructors computed. Returns the names of those for which they are known."""
+    found = set()
+    for construction in built:
+        own = [one for one in tensors if construction.record.knows(one.origin)]
+        for index, value in construction.record.values([one.origin for one in own], named, seed):
+            if value is not None and value.shape == own[index].tensor.shape:
+                _put(own[index], value, writes)
+                found.add(own[index].name)
+    return found
 
 
 def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | None:
@@ -323,7 +361,9 @@ def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | 
         return None
     if not isinstance(again, Tensor) or again.shape != one.origin.shape:
         return None
-    return _replayed([found[1]], again, seed, one.name) if again.is_meta else again
+    if not again.is_meta:
+        return again
+    return next(value for _, value in found[1].record.values([again], {one.name: again}, seed))
 
 
 def _put(one: _Empty, value: Tensor | None, writes: Writes) -> None:

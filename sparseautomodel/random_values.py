@@ -22,6 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparseautomodel.writes import local
+
 _WORD = 0xFFFFFFFF
 _CHUNK = {"cpu": 1 << 17}
 """Elements drawn at a time: on a CPU so many that they stay in a core's cache."""
@@ -49,7 +51,7 @@ def drawing(named: Mapping[str, Tensor], seed: int) -> Iterator[None]:
     >>> with drawing(dict(layer.named_parameters()), seed=0):
     ...     _ = torch.nn.init.normal_(layer.weight)
     """
-    with _Drawing(named, seed):
+    with Drawing(named, seed):
         yield
 
 
@@ -71,25 +73,39 @@ class _Named:
     """Draws for temporary tensors since the tensor itself was filled."""
 
 
-class _Drawing(TorchDispatchMode):
+class Drawing(TorchDispatchMode):
+    """The mode of `drawing`. Tensors may be named while it lasts."""
+
     def __init__(self, named: Mapping[str, Tensor], seed: int) -> None:
         super().__init__()
         self._seed = seed
         self._by_storage: dict[int, list[_Named]] = {}
-        for name, tensor in named.items():
-            if not _local(tensor).is_meta:
-                entries = self._by_storage.setdefault(_local(tensor).untyped_storage().data_ptr(), [])
-                if all(_span(one.tensor) != _span(tensor) for one in entries):
-                    entries.append(_Named(name, tensor))
         self._temporary: Any = WeakTensorKeyDictionary()
         self._selected: Any = WeakTensorKeyDictionary()
         """Copies that DTensor made where a view was asked for -> the tensor, the dimension and the index in it."""
         self._other = _Named("beside ", torch.empty(0))
+        for name, tensor in named.items():
+            self.name(name, tensor)
+
+    def name(self, name: str, tensor: Tensor) -> None:
+        """From now on a tensor with storage is `name`, unless it has a name already."""
+        if not local(tensor).is_meta:
+            entries = self._by_storage.setdefault(local(tensor).untyped_storage().data_ptr(), [])
+            if all(_span(one.tensor) != _span(tensor) for one in entries):
+                entries.append(_Named(name, tensor))
+
+    def forget(self, tensor: Tensor) -> None:
+        """The names of what lies in the storage of a tensor are gone, and nothing of it is held here."""
+        self._by_storage.pop(local(tensor).untyped_storage().data_ptr(), None)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it is drawn as a tensor that has a name: it lies in its memory, or was made after it."""
+        return self._find(tensor) is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if func in _FILLS and not _local(args[0]).is_meta:
+        if func in _FILLS and not local(args[0]).is_meta:
             a, b = _arguments(func, args, kwargs)
             self._fill(args[0], _FILLS[func], a, b)
             return args[0]
@@ -110,6 +126,8 @@ class _Drawing(TorchDispatchMode):
             )
         if owner is not None and func is torch.ops.aten.copy_.default:
             self._start(owner)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            func, kwargs = self._from_generator(func, args, kwargs)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.select.int and isinstance(first, DTensor) and owner is not None:
             self._selected[result] = first, *args[1:]
@@ -120,9 +138,24 @@ class _Drawing(TorchDispatchMode):
                 self._inherit(result, source)
         return result
 
+    def _from_generator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Other draws of tensors without a name: by torch, from a generator of their own."""
+        if any(isinstance(one, Tensor) and one.is_meta for one in args) or str(kwargs.get("device")) == "meta":
+            return func, kwargs
+        self._other.draws += 1
+        if all(one.name != "generator" for one in func._schema.arguments):
+            name = {"default": "generator", "low_dtype": "low_generator_dtype"}.get(func._overloadname)
+            other = getattr(func.overloadpacket, name or f"{func._overloadname}_generator", None)
+            if other is None:  # dropout
+                return func, kwargs
+            func = other
+        device = next((one.device for one in args if isinstance(one, Tensor)), kwargs.get("device") or "cpu")
+        seed, more = _key(self._seed, f"{self._other.name}\0{self._other.draws}")
+        return func, kwargs | {"generator": torch.Generator(device).manual_seed(seed << 31 ^ more)}
+
     def _fill(self, tensor: Tensor, kind: Any, a: float, b: float) -> None:
         """`a` + value * `b` (normal), or values from `a` to below `b`, rounded once to the tensor's dtype."""
-        place = _local(tensor)
+        place = local(tensor)
         wide = torch.float64 if place.dtype == torch.float64 else torch.float32
         values = self._draw(tensor, kind).to(wide)
         if kind is _normals:
@@ -138,7 +171,7 @@ class _Drawing(TorchDispatchMode):
     def _draw(self, tensor: Tensor, kind: Any) -> Tensor:
         """Float32 values for the elements that this process holds of `tensor`, in the shape of its part."""
         owner = self._temporary.get(tensor) or self._find(tensor) or self._other
-        place = _local(tensor)
+        place = local(tensor)
         if owner is not self._other and tensor not in self._temporary:
             self._start(owner)
             places = _places(owner.tensor)
@@ -161,11 +194,11 @@ class _Drawing(TorchDispatchMode):
         """Whose values `tensor` holds: those of one of `named`, or of one that it was made after."""
         if tensor in self._temporary:
             return self._temporary[tensor]
-        local = _local(tensor)
-        if local.is_meta:
+        held = local(tensor)
+        if held.is_meta:
             return None
-        start = local.storage_offset()
-        for entry in self._by_storage.get(local.untyped_storage().data_ptr(), ()):
+        start = held.storage_offset()
+        for entry in self._by_storage.get(held.untyped_storage().data_ptr(), ()):
             begin, extent = _span(entry.tensor)[:2]
             if begin <= start < begin + extent or (start == begin and not extent):
                 return entry
@@ -178,15 +211,11 @@ class _Drawing(TorchDispatchMode):
                 self._temporary[made] = owner
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _span(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Where a tensor lies in its storage: first element, extent, shape and strides."""
-    local = _local(tensor)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return int(local.storage_offset()), extent if local.numel() else 0, tuple(local.shape), tuple(local.stride())
+    held = local(tensor)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
+    return int(held.storage_offset()), extent if held.numel() else 0, tuple(held.shape), tuple(held.stride())
 
 
 def _fill_selected(tensor: DTensor, dim: int, index: int, value: float = 0.0) -> None:
@@ -235,7 +264,7 @@ def _part(places: Tensor, count: int, number: int) -> Tensor:
 
 def _view_index(view: Tensor, owner: _Named, places: Sequence[Tensor]) -> Tensor:
     """Flat places in the whole tensor of the elements of a view into the part of it that is here."""
-    base = _local(owner.tensor)
+    base = local(owner.tensor)
     if not base.is_contiguous():
         raise NotImplementedError(f"a part of {owner.name}, which is not contiguous, is filled. Fill the whole tensor")
     offset = torch.full((1,) * max(1, view.ndim), int(view.storage_offset() - base.storage_offset()), dtype=torch.int64)

@@ -56,7 +56,7 @@ ROWS = (
         "construction",
         "contracts",
     ),
-    ("modifiers", "formats", "checkpoint"),
+    ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
     ("codecs", "hooks", "placed", "placement", "working"),
     (
