@@ -9,6 +9,7 @@ import contextlib
 import sys
 import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,9 @@ _PROPERTIES = {
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "shape", "is_meta", "requires_grad", "ndim", "grad", "layout", "is_leaf", "grad_fn")
 }
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CONSTANT = {"constant_", "dirac_", "ones_", "zeros_", "eye_"}
 _KEEPING = {"requires_grad_", "detach_", "share_memory_"}
 """What ends like a change of values and is none."""
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "view", "__get__", "__set__"}
@@ -86,8 +89,8 @@ class Built:
 
     construction: Construction | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    tensors: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """Its own parameters and buffers when the construction ended, with their versions."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Its own parameters and buffers when the construction ended."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Built:
         return self
@@ -115,6 +118,8 @@ class Construction(TorchFunctionMode):
     draws: int = 0
     running: bool = False
     """Whether a function of torch is running that the mode has seen."""
+    noting: bool = False
+    """Whether an operator is being noted."""
     written: list[Tensor] = field(default_factory=list)
     """What that function has written to so far."""
     is_random: bool = False
@@ -138,26 +143,44 @@ class Construction(TorchFunctionMode):
             module = reference()
             if module is not None and ATTRIBUTE in vars(module):
                 own: dict[str, Any] = {**module._parameters, **module._buffers}
-                held = {key: (kept(one), one._version) for key, one in own.items() if one is not None and one.is_meta}
+                held = {key: kept(one) for key, one in own.items() if one is not None and one.is_meta}
                 vars(module)[ATTRIBUTE].tensors = held
         self._modules.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PROPERTIES:
+        if self.noting or func in _PROPERTIES:
+            if self.empty and func == _IS_META and args[0].is_meta:
+                self._skipped(args[0], sys._getframe(1))
             return func(*args, **(kwargs or {}))
         self.running, self.is_random, self.written = True, False, []
-        self._before = {id(one): one.detach() for one in tensors_in(args, kwargs) if one.is_meta} if self.empty else {}
+        self._before = self._look(args, kwargs) if self.empty else {}
         try:
             return self._call(func, args, dict(kwargs or {}))
         finally:
             self.running = False
+
+    def _look(self, *given: Any) -> dict[int, Tensor]:
+        found = {id(one): one.detach() for one in tensors_in(given) if one.is_meta}
+        for one in found.values():
+            self.record.look(one)
+        return found
+
+    def _skipped(self, tensor: Tensor, frame: FrameType) -> None:
+        """Functions of `torch.nn.init` that ask whether a tensor is on the meta device do nothing if it is."""
+        if frame.f_globals.get("__name__") != "torch.nn.init" or self.noting:
+            return
+        code, values = frame.f_code, frame.f_locals
+        func = getattr(torch.nn.init, code.co_name)
+        kwargs = {name: values[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+        self._before, self.is_random = {}, code.co_name not in _CONSTANT
+        self._append(func, (), kwargs, None, (tensor,))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if self.empty and getattr(func, "__module__", None) == "torch.nn.init":
             tensor: Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if tensor.is_meta:
-                self.is_random = name != "constant_"
+                self.is_random = name not in _CONSTANT
                 self._append(func, args, kwargs, None, (tensor,))
                 return tensor
             return self._draw(func, args, kwargs)
@@ -174,7 +197,7 @@ class Construction(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
             if name in _READING or (name == "to" and _leaves_meta(args[1:], kwargs)):
                 return self._read(func, name, args, kwargs)
-            if func is _SET_DATA:
+            if func == _SET_DATA:
                 return self._rebind(*args)
         func, args, kwargs, result = self._typed(func, name, args, kwargs)
         self._note(func, name, args, kwargs, result)
@@ -298,12 +321,16 @@ class _Operators(TorchDispatchMode):
             construction._mark()
         if not construction.empty:
             return func(*args, **kwargs)
-        given = [one for one in tensors_in(args, kwargs) if one.is_meta]
-        construction._before = {id(one): one.detach() for one in given}
-        result = func(*args, **kwargs)
-        construction.is_random, construction.written = is_random, targets_of(func, args, kwargs)
-        if construction.written or any(storage(one) not in map(storage, given) for one in tensors_in(result)):
-            construction._note(func, func.__name__, args, kwargs, result)
+        construction.noting = True
+        try:
+            before = construction._before = construction._look(args, kwargs)
+            result = func(*args, **kwargs)
+            construction.is_random, construction.written = is_random, targets_of(func, args, kwargs)
+            places = {storage(one) for one in before.values()}
+            if construction.written or any(storage(one) not in places for one in tensors_in(result)):
+                construction._note(func, func.__name__, args, kwargs, result)
+        finally:
+            construction.noting = False
         return result
 
 

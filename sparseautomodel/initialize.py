@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from sparseautomodel.construction import ATTRIBUTE, Construction, constructions, forget, rebuilt
+from sparseautomodel.construction import Construction, constructions, forget, rebuilt
 from sparseautomodel.contracts import Part, parts
 from sparseautomodel.distributed import common_seed
+from sparseautomodel.empty_tensors import EmptyTensor, allocate, empty_tensors, origin
 from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
-from sparseautomodel.numbers import poison, poisoned, spread
+from sparseautomodel.numbers import poisoned, spread
 from sparseautomodel.random_values import drawing
 from sparseautomodel.writes import Writes, local
 
@@ -119,11 +119,11 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
     _tie(module)
     _check_contracts(every, built)
     mesh = next((one.mesh for one in built if one.mesh is not None), None)
-    tensors = _empty_tensors(module)
+    tensors = empty_tensors(module)
     if mesh is not None and tensors:
         origins = {one.name: one.origin for one in tensors}
         _shard(module, mesh)
-        tensors = [replace(one, origin=origins[one.name]) for one in _empty_tensors(module)]
+        tensors = [replace(one, origin=origins[one.name]) for one in empty_tensors(module)]
     if tensors:
         if seed is None:
             drawn = int(torch.randint(2**62, ()).item())
@@ -135,56 +135,8 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
     return module
 
 
-@dataclass
-class _Empty:
-    """A tensor without values: the object, its names, and what it was built as."""
-
-    tensor: Tensor
-    owners: list[tuple[nn.Module, str]]
-    """Modules that have it, and what they call it; where it is tied, the first is the one that initializes it."""
-    is_parameter: bool
-    meta: Tensor
-    """The part of it that is here."""
-    origin: Tensor
-    """What the constructor made: the whole."""
-    dtype: torch.dtype
-    names: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def owner(self) -> nn.Module:
-        return self.owners[0][0]
-
-
-def _empty_tensors(module: nn.Module) -> list[_Empty]:
-    """Every tensor on the meta device once, with all its names, parameters first."""
-    found: dict[int, _Empty] = {}
-    for kind in ("_parameters", "_buffers", "__dict__"):
-        for path, one in module.named_modules(remove_duplicate=False):
-            for key, value in getattr(one, kind).items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    origin = _origin(one, key, value)
-                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), origin, value.dtype)
-                    entry = found.setdefault(id(value), entry)
-                    entry.names.append(f"{path}.{key}".removeprefix("."))
-                    if all((one, key) != place for place in entry.owners):
-                        entry.owners.append((one, key))
-    return list(found.values())
-
-
-def _origin(owner: nn.Module, key: str, value: Tensor) -> Tensor:
-    """What the constructor made, where the module was cast or copied since."""
-    built = vars(owner).get(ATTRIBUTE)
-    noted = built.tensors.get(key) if built is not None else None
-    known = built is not None and built.construction is not None and built.construction.record.knows(local(value))
-    return noted[0] if noted is not None and not known and noted[0].shape == value.shape else value.detach()
-
-
 @contextlib.contextmanager
-def _drawn_once(tensors: list[_Empty], built: Sequence[Construction]) -> Iterator[None]:
+def _drawn_once(tensors: list[EmptyTensor], built: Sequence[Construction]) -> Iterator[None]:
     """Let the module that made a tied tensor initialize it, as it does where ties are made after that.
 
     The others have a tensor without memory meanwhile, which costs nothing to fill.
@@ -215,13 +167,13 @@ def _tie(module: nn.Module) -> None:
 
 
 def _check_contracts(every: list[Part], built: Sequence[Construction]) -> None:
-    """Every module with parameters on the meta device must be able to initialize them, or have made them with values."""
+    """Every module with parameters on the meta device must be able to initialize them, unless it gave them values."""
     lacking = []
     for part in every:
         own = [
             name
             for name, value in part.module.named_parameters(recurse=False)
-            if value.is_meta and not any(one.record.gives(_origin(part.module, name, value)) for one in built)
+            if value.is_meta and not any(one.record.gives(origin(part.module, name, value)) for one in built)
         ]
         if own and not part.is_covered:
             names = listed(f"{part.name}.{name}".removeprefix(".") for name in own)
@@ -247,7 +199,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
 def _fill(
     module: nn.Module,
     every: list[Part],
-    tensors: list[_Empty],
+    tensors: list[EmptyTensor],
     built: Sequence[Construction],
     device: torch.device,
     seed: int,
@@ -256,7 +208,8 @@ def _fill(
     named = {one.name: one.origin for one in tensors}
     owners = {id(part.module): part.owner for part in every}
     _check_reads(tensors, built)
-    _allocate(tensors, device)
+    _check_writes(tensors, built)
+    allocate(tensors, device)
     writes = Writes([one.tensor for one in tensors], kept)
     _replay([one for one in tensors if not one.is_parameter], named, built, seed, writes)
     with drawing({one.name: one.tensor for one in tensors}, seed), writes:
@@ -282,35 +235,7 @@ def _fill(
     _check(module, tensors, writes)
 
 
-def _allocate(tensors: list[_Empty], device: torch.device) -> None:
-    """Memory without values, poisoned, in the same objects. Two that shared their storage share it again."""
-    places: dict[Any, Tensor] = {}
-    for one in tensors:
-        meta, sharded = one.meta, one.tensor
-        place = meta.untyped_storage()._cdata, meta.storage_offset(), meta.shape, meta.stride(), meta.dtype
-        if place not in places:
-            where = sharded.device_mesh.device_type if isinstance(sharded, DTensor) else device
-            places[place] = torch.empty_like(meta, device=where)
-            poison(places[place])
-        value: Tensor = places[place].detach()
-        if isinstance(sharded, DTensor):
-            mesh, shape, stride = sharded.device_mesh, sharded.shape, sharded.stride()
-            value = DTensor.from_local(value, mesh, sharded.placements, run_check=False, shape=shape, stride=stride)
-        if isinstance(one.tensor, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=one.tensor.requires_grad)
-        vars(value).update({key: kept for key, kept in vars(one.tensor).items() if key != "_is_hf_initialized"})
-        try:
-            torch.utils.swap_tensors(one.tensor, value)
-        except RuntimeError:  # a view of it, or a weak reference to it, is kept somewhere
-            for owner, key in one.owners:
-                held: dict[str, Any] = next(
-                    each for each in (owner._parameters, owner._buffers, vars(owner)) if key in each
-                )
-                held[key] = value
-            one.tensor = value
-
-
-def _check_reads(tensors: list[_Empty], built: Sequence[Construction]) -> None:
+def _check_reads(tensors: list[EmptyTensor], built: Sequence[Construction]) -> None:
     """Numbers that constructors read out of tensors which are drawn anew now would not fit to them."""
     problems = []
     for construction in built:
@@ -325,14 +250,25 @@ def _check_reads(tensors: list[_Empty], built: Sequence[Construction]) -> None:
         )
 
 
-def _change(one: _Empty, managed: bool, built: Sequence[Construction]) -> str | None:
+def _check_writes(tensors: list[EmptyTensor], built: Sequence[Construction]) -> None:
+    """What is written to a tensor without values, where no construction sees it, is gone."""
+    changed = [one.name for one in tensors if any(each.record.is_written_unseen(one.origin) for each in built)]
+    if changed:
+        raise InitializationError(
+            f"written to while they had no values, after init_module or in another thread: {listed(changed)}. "
+            "Load checkpoints with load_state_dict(..., assign=True), and change values after materialize(module). "
+            f"Or: {WITH_VALUES}"
+        )
+
+
+def _change(one: EmptyTensor, managed: bool, built: Sequence[Construction]) -> str | None:
     """Where a constructor changed a tensor after the module that has it was initialized."""
     changes = (each.record.changed_outside(one.origin, managed) for each in built)
     return next((call.line for call in changes if call is not None), None)
 
 
 def _replay(
-    tensors: list[_Empty], named: Mapping[str, Tensor], built: Sequence[Construction], seed: int, writes: Writes
+    tensors: list[EmptyTensor], named: Mapping[str, Tensor], built: Sequence[Construction], seed: int, writes: Writes
 ) -> set[str]:
     """Give tensors the values that the constructors computed. Returns the names of those for which they are known."""
     found = set()
@@ -345,7 +281,7 @@ def _replay(
     return found
 
 
-def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | None:
+def _rebuilt(one: EmptyTensor, owner: PreTrainedModel | None, seed: int) -> Tensor | None:
     """What the module's constructor computes when it is run once more; for a model of transformers, from its config."""
     key, path, found = one.name.rpartition(".")[2], "", rebuilt(one.owner)
     if found is None and owner is not None:
@@ -366,7 +302,7 @@ def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | 
     return next(value for _, value in found[1].record.values([again], {one.name: again}, seed))
 
 
-def _put(one: _Empty, value: Tensor | None, writes: Writes) -> None:
+def _put(one: EmptyTensor, value: Tensor | None, writes: Writes) -> None:
     """Write a value that is whole into what may be a part."""
     sharded = one.tensor
     if value is None or value.shape != sharded.shape:
@@ -378,7 +314,7 @@ def _put(one: _Empty, value: Tensor | None, writes: Writes) -> None:
     writes.note(sharded)
 
 
-def _check(module: nn.Module, tensors: list[_Empty], writes: Writes) -> None:
+def _check(module: nn.Module, tensors: list[EmptyTensor], writes: Writes) -> None:
     """One error for all that did not come out as it should."""
     now = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     held = {name: (now.get(name, one.tensor), one) for one in tensors for name in one.names}

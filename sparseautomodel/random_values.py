@@ -1,9 +1,7 @@
 """Random initial values that depend on the seed, the tensor's name and the element's place in it, and on nothing else.
 
 One process and any mesh of processes draw the same values, each of them only those that it holds. The generator is
-Philox4x32-10 of Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011): a function from a key (seed and
-name) and a counter (place and number of the draw) to four words. Words become uniform and normal values by additions,
-multiplications, divisions and square roots alone, which IEEE 754 rounds alike on every device.
+Philox4x32-10: a function from a key (seed and name) and a counter (place and number of the draw) to values.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparseautomodel.philox import normals, philox, uniforms
 from sparseautomodel.writes import local
 
-_WORD = 0xFFFFFFFF
 _CHUNK = {"cpu": 1 << 17}
 """Elements drawn at a time: on a CPU so many that they stay in a core's cache."""
 
@@ -57,12 +55,12 @@ def drawing(named: Mapping[str, Tensor], seed: int) -> Iterator[None]:
 
 def normal(seed: int, name: str, index: Tensor, draw: int = 0) -> Tensor:
     """Standard normal float32 values of the elements at the flat places `index` (int64, any shape) of tensor `name`."""
-    return _at(_key(seed, name), index.reshape(-1), draw, _normals).view(index.shape)
+    return _at(_key(seed, name), index.reshape(-1), draw, normals).view(index.shape)
 
 
 def uniform(seed: int, name: str, index: Tensor, draw: int = 0) -> Tensor:
     """Float32 values in [0, 1), multiples of 2**-24, of the elements at the flat places `index` of tensor `name`."""
-    return _at(_key(seed, name), index.reshape(-1), draw, _uniforms).view(index.shape)
+    return _at(_key(seed, name), index.reshape(-1), draw, uniforms).view(index.shape)
 
 
 @dataclass
@@ -95,7 +93,7 @@ class Drawing(TorchDispatchMode):
                 entries.append(_Named(name, tensor))
 
     def forget(self, tensor: Tensor) -> None:
-        """The names of what lies in the storage of a tensor are gone, and nothing of it is held here."""
+        """What lies in the storage of a tensor has no name any more, and is not held here."""
         self._by_storage.pop(local(tensor).untyped_storage().data_ptr(), None)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -116,7 +114,7 @@ class Drawing(TorchDispatchMode):
                 self._fill(made, _FACTORIES[func], 0.0, 1.0)
             return made
         if func is torch.ops.aten.randperm.default:
-            words = self._draw(torch.empty(args[0], device=kwargs.get("device")), _uniforms)
+            words = self._draw(torch.empty(args[0], device=kwargs.get("device")), uniforms)
             return words.sort(stable=True).indices.to(kwargs.get("dtype") or torch.int64)
         owner = None if first is None else self._find(first)
         if owner is not None and torch.Tag.nondeterministic_seeded in func.tags:
@@ -158,12 +156,12 @@ class Drawing(TorchDispatchMode):
         place = local(tensor)
         wide = torch.float64 if place.dtype == torch.float64 else torch.float32
         values = self._draw(tensor, kind).to(wide)
-        if kind is _normals:
+        if kind is normals:
             values.mul_(b).add_(a)
         else:
             values.mul_(b - a).add_(a)
         rounded = values.to(place.dtype)
-        if kind is _uniforms and b > a:
+        if kind is uniforms and b > a:
             end = torch.nextafter(torch.tensor(b, dtype=place.dtype), torch.tensor(a, dtype=place.dtype))
             rounded.clamp_(max=end.item())
         place.copy_(rounded)
@@ -313,7 +311,7 @@ def _runs(key: tuple[int, int], starts: Tensor, length: int, draw: int, kind: An
     first = starts >> 2
     number = (length + 6) >> 2
     counters = first.unsqueeze(1) + torch.arange(number, device=starts.device)
-    values = kind(_philox(counters, draw, key)).view(len(starts), 4 * number)
+    values = kind(philox(counters, draw, key)).view(len(starts), 4 * number)
     shift = starts & 3
     if bool((shift == shift[0]).all()):
         begin = int(shift[0])
@@ -331,66 +329,13 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _philox(counter: Tensor, draw: int, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words in [0, 2**32), as int64, for each 64-bit `counter`; `draw` is the third word of the counter."""
-    a, b = counter & _WORD, counter >> 32
-    c, d = torch.full_like(a, draw), torch.zeros_like(a)
-    k0, k1 = key
-    for _ in range(10):
-        left, right = a * 0xD2511F53, c * 0xCD9E8D57  # wraps; the bits are those of the unsigned product
-        a = (right >> 32).bitwise_and_(_WORD).bitwise_xor_(b).bitwise_xor_(k0)
-        c = (left >> 32).bitwise_and_(_WORD).bitwise_xor_(d).bitwise_xor_(k1)
-        b, d = right.bitwise_and_(_WORD), left.bitwise_and_(_WORD)
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return a, b, c, d
-
-
-def _uniforms(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    return (torch.stack(words, -1) >> 8).to(torch.float32).mul_(2.0**-24)
-
-
-def _normals(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Box and Muller's transform: two words are a radius and an angle, and give two values."""
-    radii = torch.stack((words[0], words[2]), -1)
-    angles = torch.stack((words[1], words[3]), -1)
-    radius = _log((radii >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()
-    x = (angles >> 8).to(torch.float32).mul_(2.0**-24).sub_(0.5).mul_(math.pi / 2)
-    square = x * x
-    sine = _polynomial(square, (1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880)).mul_(x)
-    cosine = _polynomial(square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320))
-    radius = torch.where((angles & 1).bool(), -radius, radius)  # low bits choose the quadrant
-    swap = (angles & 2).bool()
-    pair = (torch.where(swap, sine, cosine).mul_(radius), torch.where(swap, cosine, sine).mul_(radius))
-    return torch.stack(pair, -1)
-
-
-def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of float32 `x` in (0, 1]."""
-    bits = x.view(torch.int32)
-    exponent = (bits >> 23) - 127
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
-    high = mantissa > math.sqrt(2)
-    mantissa = torch.where(high, mantissa * 0.5, mantissa)
-    exponent = (exponent + high).to(torch.float32)
-    ratio = (mantissa - 1.0) / (mantissa + 1.0)
-    series = _polynomial(ratio * ratio, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9)).mul_(ratio)
-    return exponent.mul_(math.log(2)).add_(series)
-
-
-def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    result = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        result.mul_(x).add_(coefficient)
-    return result
-
-
-_FILLS = {torch.ops.aten.normal_.default: _normals, torch.ops.aten.uniform_.default: _uniforms}
+_FILLS = {torch.ops.aten.normal_.default: normals, torch.ops.aten.uniform_.default: uniforms}
 _CONSTANT = (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar)
 _FACTORIES = {
-    torch.ops.aten.randn.default: _normals,
-    torch.ops.aten.rand.default: _uniforms,
-    torch.ops.aten.randn_like.default: _normals,
-    torch.ops.aten.rand_like.default: _uniforms,
+    torch.ops.aten.randn.default: normals,
+    torch.ops.aten.rand.default: uniforms,
+    torch.ops.aten.randn_like.default: normals,
+    torch.ops.aten.rand_like.default: uniforms,
 }
 _INHERITING = (
     torch.ops.aten.empty_like.default,

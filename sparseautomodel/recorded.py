@@ -26,6 +26,8 @@ from sparseautomodel.random_values import Drawing, drawing
 
 _MUTABLE = (np.ndarray, bytearray, array)
 """What a constructor may change after it has given it to torch."""
+_ODD = {"bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_"}
+_CASTS = {"to", "half", "float", "double", "bfloat16", "type", "type_as"}
 _RESHAPING = {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "as_strided_", "set_"}
 """What changes the shape of the very tensor that it is given."""
 
@@ -46,6 +48,24 @@ class Call:
     line: str = ""
     """File and line of the constructor."""
     is_random: bool = False
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether it draws what `random_values` does not draw by places."""
+        return getattr(self.func, "__name__", "").partition(".")[0] in _ODD
+
+    def writes(self, place: int) -> bool:
+        return any(storage(one) == place for one in self.written)
+
+    def derives(self, place: int) -> bool:
+        """Whether it makes a tensor in a storage of tensors in others."""
+        inputs = {storage(one) for one in tensors_in(self.args, self.kwargs) if one.is_meta}
+        made = any(storage(one) == place for one in tensors_in(self.result))
+        return made and bool(inputs) and place not in inputs and not self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        return getattr(self.func, "__name__", "").startswith(("empty", "new_empty"))
 
 
 @dataclass(frozen=True)
@@ -71,10 +91,29 @@ class Record:
     _touching: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Storage -> the calls that made or changed a tensor in it."""
 
+    _versions: dict[int, tuple[Tensor, range]] = field(default_factory=dict)
+    """Storage -> the tensor that was made with it, and its versions after the last call."""
+    _unseen: set[int] = field(default_factory=set)
+
     def append(self, call: Call) -> None:
-        for place in {storage(tensor) for tensor in (*call.written, *tensors_in(call.result)) if tensor.is_meta}:
-            self._touching[place].append(len(self.calls))
+        for place, tensor in {storage(one): one for one in (*call.written, *tensors_in(call.result))}.items():
+            if tensor.is_meta:
+                self._touching[place].append(len(self.calls))
+                first = self._versions.get(place, (tensor, range(0)))[0]
+                operator = isinstance(call.func, torch._ops.OpOverload)  # its version rises after it has been noted
+                self._versions[place] = first, range(first._version, first._version + 1 + operator)
         self.calls.append(call)
+
+    def look(self, tensor: Tensor) -> None:
+        """Before each call, at what it is given: whether something else has written to it."""
+        if self.is_written_unseen(tensor):
+            self._unseen.add(storage(tensor))
+
+    def is_written_unseen(self, tensor: Tensor) -> bool:
+        """Whether something has written to a tensor that is no call of the record: another thread, or a load later."""
+        place = storage(tensor)
+        first, versions = self._versions.get(place, (None, range(0)))
+        return place in self._unseen or (first is not None and first._version not in versions)
 
     def knows(self, tensor: Tensor) -> bool:
         return storage(tensor) in self._touching
@@ -82,17 +121,18 @@ class Record:
     def changed_outside(self, tensor: Tensor, managed: bool) -> Call | None:
         """The last call by which a constructor changed a tensor outside of a method of initialization.
 
-        `managed`: a model of transformers initializes all of itself at the end of its constructor. Only what comes
-        after that counts.
+        A tensor that is made of others, as a copy is, counts as changed. `managed`: a model of transformers initializes
+        all of itself at the end of its constructor. Only what comes after that counts.
         """
         place = storage(tensor)
-        writes = [self.calls[number] for number in self._touching.get(place, ())]
-        writes = [call for call in writes if any(storage(one) == place for one in call.written)]
-        outside = [call for call in writes if not call.in_contract]
-        inside = [call for call in writes if call.in_contract]
-        if not outside or (managed and (not inside or writes.index(outside[-1]) < writes.index(inside[-1]))):
+        calls = [self.calls[number] for number in self._touching.get(place, ())]
+        inside = [at for at, call in enumerate(calls) if call.in_contract and call.writes(place)]
+        outside = [at for at, call in enumerate(calls) if not call.in_contract and call.writes(place)]
+        if not inside and not outside:
+            outside = [at for at, call in enumerate(calls) if call.derives(place)]
+        if not outside or (managed and (not inside or outside[-1] < inside[-1])):
             return None
-        return outside[-1]
+        return calls[outside[-1]]
 
     def maker(self, tensor: Tensor) -> nn.Module | None:
         """The module whose constructor made a tensor, whichever modules have it now."""
@@ -110,11 +150,10 @@ class Record:
             call = self.calls[number]
             if number >= before:
                 break
-            if call.func is not rebind and any(storage(one) == place for one in call.written):
+            if call.func is not rebind and call.writes(place):
                 return True
             inputs = {storage(one) for one in tensors_in(call.args, call.kwargs) if one.is_meta}
-            empty = getattr(call.func, "__name__", "").startswith(("empty", "new_empty"))
-            if place not in inputs and not empty and all(self._gives(one, number) for one in inputs):
+            if place not in inputs and not call.is_empty and all(self._gives(one, number) for one in inputs):
                 return True
         return False
 
@@ -164,9 +203,13 @@ class Record:
         due = defaultdict(list)
         for index, tensor in enumerate(wanted):
             due[last.get(storage(tensor), -1)].append(index)
-        replay = _Replay({storage(tensor): (name, tensor) for name, tensor in reversed(named.items())}, seed)
+        names = {storage(tensor): (name, tensor) for name, tensor in reversed([*named.items()])}
+        for name, tensor in named.items():
+            for source in self._sources(tensor):
+                names.setdefault(storage(source), (name, source))
+        replay = _Replay(names, seed)
         yield from ((index, None) for index in due.pop(-1, ()))
-        keys = self._keys(numbers, named)
+        keys = self._keys(numbers, named, set(names))
         for number in numbers:
             replay.run(self.calls[number], keys.get(number, f"beside {number}"))
             for index in due.get(number, ()):
@@ -176,14 +219,27 @@ class Record:
                 if last[place] == number:
                     replay.drop(place)
 
-    def _keys(self, numbers: Iterable[int], named: Mapping[str, Tensor]) -> dict[int, str]:
+    def _sources(self, tensor: Tensor) -> Iterator[Tensor]:
+        """What a tensor was cast from, and that from: they are drawn as it is."""
+        before = len(self.calls)
+        while True:
+            place, made = storage(tensor), None
+            for number in self._touching.get(place, ()):
+                call = self.calls[number]
+                if number < before and call.derives(place) and getattr(call.func, "__name__", "") in _CASTS:
+                    made = number, call.args[0]
+            if made is None or made[1].shape != tensor.shape:
+                return
+            before, tensor = made
+            yield tensor
+
+    def _keys(self, numbers: Iterable[int], named: Mapping[str, Tensor], places: set[int]) -> dict[int, str]:
         """Names for random values of tensors that have none: of the first named tensor that depends on them."""
-        places = {storage(tensor) for tensor in named.values()}
         waiting = {
             number
             for number in numbers
             if self.calls[number].is_random
-            and not any(storage(one) in places for one in (*self.calls[number].written,) if one.is_meta)
+            and (self.calls[number].is_odd or not any(storage(one) in places for one in self.calls[number].written))
         }
         keys: dict[int, str] = {}
         for name, tensor in named.items():
@@ -224,11 +280,10 @@ class _Replay:
         made = [one for one in tensors_in(call.result)]
         without = any(storage(one) in self._hollow for one in inputs if storage(one) not in written)
         without = without and not (name.endswith("_like") or name.startswith("new_"))
-        empty = name.startswith(("empty", "new_empty"))
         for meta, value in zip(made, tensors_in(result) if made else [], strict=True):
-            if empty:
+            if call.is_empty:
                 poison(value)
-            if (empty or without) and storage(meta) not in written:
+            if (call.is_empty or without) and storage(meta) not in written:
                 self._hollow.add(storage(meta))
             self._learn(meta, value)
         self._hollow = self._hollow | written if without else self._hollow - written
@@ -252,9 +307,10 @@ class _Replay:
         if getattr(call.func, "__name__", "").partition(".")[0] in _RESHAPING:
             args = (args[0].detach(), *args[1:])
         modes: list[Any] = [self._drawing]
-        if call.is_random and not any(self._drawing.owns(one) for one in tensors_in(args, kwargs)):
+        if call.is_random and (call.is_odd or not any(map(self._drawing.owns, tensors_in(args, kwargs)))):
             digest = hashlib.blake2b(f"{self._seed}\0{key}".encode(), digest_size=7).digest()
-            modes.append(drawing({}, int.from_bytes(digest, "little")))
+            own = drawing({}, int.from_bytes(digest, "little"))
+            modes = [own] if call.is_odd else [*modes, own]
         with contextlib.ExitStack() as stack, torch.no_grad():
             for mode in modes:
                 stack.enter_context(mode)

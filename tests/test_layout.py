@@ -38,6 +38,7 @@ ROWS = (
         "consumers",
         "distributed",
         "initial_checks",
+        "empty_tensors",
         "ranged",
         "units",
         "mapped",
@@ -58,7 +59,7 @@ ROWS = (
     ),
     ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("codecs", "hooks", "placed", "placement", "working"),
+    ("codecs", "hooks", "placed", "placement", "working", "philox"),
     (
         "charts",
         "crossover",

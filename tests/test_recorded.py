@@ -1,7 +1,8 @@
-"""Constructors of every kind: what `materialize` gives is what an eager build gives, or an error; never something else."""
+"""Constructors of every kind: `materialize` gives what an eager build gives, or an error; never something else."""
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import warnings
@@ -12,53 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.nn.utils import prune as pruning
 
-from sparseautomodel import init_module, materialize, verify
+from sparseautomodel import init_module, materialize
 from sparseautomodel.initialize import InitializationError
-from sparseautomodel.random_values import Drawing
+from tests.eager import eager, tensors
 
 SIZE = 4
-
-
-class _Creation(TorchDispatchMode):
-    """Numbers each storage that is made, and names those that are known by their number."""
-
-    def __init__(self, names: dict[int, str], drawing: Drawing | None) -> None:
-        super().__init__()
-        self.names, self.drawing, self.made = names, drawing, {}
-        self.alive: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_flatten(result)[0]:
-            if isinstance(value, Tensor) and value.numel():
-                place = value.untyped_storage()._cdata
-                if place not in self.made:
-                    self.made[place] = len(self.made)
-                    self.alive.append(value)
-                    if self.drawing is not None and (name := self.names.get(self.made[place])):
-                        self.drawing.name(name, value)
-        return result
-
-
-def eager(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The constructor run with values, each parameter drawn by its name: the names are known from a first run."""
-    with _Creation({}, None) as first, torch.random.fork_rng():
-        module = make()
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    names = {first.made[one.untyped_storage()._cdata]: name for name, one in reversed(held.items())}
-    drawing = Drawing({}, seed)
-    with drawing, _Creation(names, drawing):
-        return make()
-
-
-def tensors(module: nn.Module) -> dict[str, Tensor]:
-    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for path, one in module.named_modules():
-        found |= {f"{path}.{key}": value for key, value in vars(one).items() if isinstance(value, Tensor)}
-    return found
 
 
 class Base(nn.Module):
@@ -159,7 +120,7 @@ def jitted(one: Any) -> None:
 
 
 def prune(one: Any) -> None:
-    nn.utils.prune.l1_unstructured(one.one, "weight", amount=0.5)
+    pruning.l1_unstructured(one.one, "weight", amount=0.5)
 
 
 SAME: dict[str, Callable[[Any], object]] = {
@@ -168,7 +129,6 @@ SAME: dict[str, Callable[[Any], object]] = {
     "load_state_dict of values": load_real_state_dict,
     "load_state_dict(assign=True)": load_with_assign,
     ".data = a factory": lambda one: setattr(one.one.weight, "data", torch.ones(SIZE, SIZE)),
-    ".data = random": lambda one: setattr(one.one.weight, "data", torch.rand(SIZE, SIZE)),
     ".data = numpy": lambda one: setattr(
         one.one.weight, "data", torch.from_numpy(np.arange(16, dtype=np.float32).reshape(4, 4))
     ),
@@ -198,23 +158,11 @@ SAME: dict[str, Callable[[Any], object]] = {
     "numpy reused": numpy_buffer_reused,
     "buffer of a parameter": lambda one: one.register_buffer("norm", one.one.weight.detach().norm()),
     "buffer that is a clone": lambda one: one.register_buffer("held", one.one.weight.detach().clone()),
-    "buffers of one draw": lambda one: (
-        one.register_buffer("a", torch.randn(SIZE)),
-        one.register_buffer("b", one.a * 2),
-    ),
-    "buffers of one temporary draw": lambda one: [
-        (one.register_buffer("a", noise + 1), one.register_buffer("b", noise * 2)) for noise in [torch.randn(SIZE)]
-    ],
+    "tensor of tensors": lambda one: one.register_buffer("x", torch.tensor([one.one.weight.detach().sum(), 1.0])),
     "parameter of a clone": lambda one: setattr(one, "more", nn.Parameter(one.one.weight.clone())),
     "parameter of a factory": lambda one: setattr(one, "more", nn.Parameter(torch.ones(SIZE))),
-    "random parameter": lambda one: setattr(one, "more", nn.Parameter(torch.randn(SIZE))),
-    "bernoulli": lambda one: one.register_buffer("mask", torch.bernoulli(torch.full((64,), 0.5))),
-    "randint": lambda one: one.register_buffer("ids", torch.randint(0, 99, (64,))),
-    "randperm": lambda one: one.register_buffer("ids", torch.randperm(64)),
-    "qr of random": orthogonal,
     "weight_norm": weight_norm,
     "old weight_norm": old_weight_norm,
-    "spectral_norm": spectral_norm,
     "prune": prune,
     "vector_to_parameters": vector,
     "float of a constant": lambda one: one.register_buffer("x", torch.ones(2) * float(torch.full((1,), 3.0))),
@@ -223,15 +171,12 @@ SAME: dict[str, Callable[[Any], object]] = {
     "numpy of an arange": lambda one: one.register_buffer("x", torch.from_numpy(torch.arange(5).numpy() + 1)),
     "cpu of an arange": lambda one: one.register_buffer("x", torch.arange(5).cpu() + 1),
     "if of a constant": lambda one: bool(torch.ones(1)) and one.one.weight.data.zero_(),
-    "half": lambda one: one.one.half(),
-    "double and back": lambda one: one.one.double().float(),
     "batch norm statistics": lambda one: [
         (norm.running_var.fill_(2.0), setattr(one, "norm", norm)) for norm in [nn.BatchNorm1d(SIZE)]
     ],
     "reset with an argument": lambda one: setattr(one, "scaled", Scaled()),
     "jit": jitted,
-    "deepcopy": lambda one: setattr(one, "copied", __import__("copy").deepcopy(one.one)),
-    "thread": lambda one: _in_thread(lambda: setattr(one, "more", nn.Parameter(torch.ones(2, 2)))),
+    "deepcopy": lambda one: setattr(one, "copied", copy.deepcopy(one.one)),
 }
 """Kinds of constructors whose values are those of an eager build."""
 
@@ -245,6 +190,87 @@ def _in_thread(act: Callable[[], object]) -> None:
 def write_in_thread(one: Any) -> None:
     with torch.no_grad():
         _in_thread(lambda: one.one.weight.requires_grad_(False).fill_(3.0))
+
+
+def spectral(one: Any) -> bool:
+    hooked = one.one.parametrizations.weight[0]
+    matrix = one.one.parametrizations.weight.original
+    u = nn.functional.normalize(torch.mv(matrix, hooked._v), dim=0)
+    return torch.allclose(u.abs(), hooked._u.abs(), atol=1e-2) and _one(hooked._v.norm())
+
+
+def _one(value: Any) -> bool:
+    return abs(float(value) - 1.0) < 1e-5
+
+
+def temporary(one: Any) -> None:
+    noise = torch.randn(SIZE)
+    one.register_buffer("a", noise * 2)
+    one.register_buffer("b", noise * 4)
+
+
+def read_twice(one: Any) -> None:
+    noise = torch.rand(2)
+    one.x, one.y = noise.tolist(), noise.numpy().tolist()
+
+
+RELATED: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    ".data = random": (
+        lambda one: setattr(one.one.weight, "data", torch.rand(SIZE, SIZE) + 5),
+        lambda one: 5 <= float(one.one.weight.min()) < float(one.one.weight.max()) < 6,
+    ),
+    "buffers of one draw": (
+        lambda one: (one.register_buffer("a", torch.randn(SIZE)), one.register_buffer("b", one.a * 2)),
+        lambda one: torch.equal(one.a * 2, one.b),
+    ),
+    "buffers of one temporary draw": (temporary, lambda one: torch.equal(one.a * 2, one.b)),
+    "buffers of two draws": (
+        lambda one: (one.register_buffer("a", torch.randn(SIZE)), one.register_buffer("b", torch.randn(SIZE))),
+        lambda one: not torch.equal(one.a, one.b),
+    ),
+    "random parameter": (
+        lambda one: setattr(one, "more", nn.Parameter(torch.randn(1000))),
+        lambda one: 0.9 < float(one.more.std()) < 1.1,
+    ),
+    "bernoulli": (
+        lambda one: one.register_buffer("mask", torch.bernoulli(torch.full((64,), 0.5))),
+        lambda one: one.mask.unique().tolist() == [0.0, 1.0],
+    ),
+    "bernoulli_": (
+        lambda one: one.one.weight.data.bernoulli_(0.5),
+        lambda one: set(one.one.weight.unique().tolist()) <= {0.0, 1.0},
+    ),
+    "randint": (
+        lambda one: one.register_buffer("ids", torch.randint(3, 99, (640,))),
+        lambda one: 3 <= int(one.ids.min()) < 9 and 93 < int(one.ids.max()) < 99,
+    ),
+    "randperm": (
+        lambda one: one.register_buffer("ids", torch.randperm(64)),
+        lambda one: one.ids.sort().values.tolist() == list(range(64)),
+    ),
+    "qr of random": (
+        orthogonal,
+        lambda one: (
+            torch.allclose(one.one.weight @ one.one.weight.T, torch.eye(SIZE), atol=1e-5)
+            and torch.equal(one.one.weight, one.q * torch.diagonal(one.r).sign())
+        ),
+    ),
+    "spectral_norm": (spectral_norm, spectral),
+    "half": (
+        lambda one: one.one.half(),
+        lambda one: one.one.weight.dtype == torch.float16 and 0 < float(one.one.weight.std()) < 0.5,
+    ),
+    "double and back": (
+        lambda one: one.one.double().float(),
+        lambda one: one.one.weight.dtype == torch.float32 and 0 < float(one.one.weight.std()) < 0.5,
+    ),
+    "half, then a copy": (
+        lambda one: one.other.half().load_state_dict(one.one.state_dict()),
+        lambda one: torch.equal(one.other.weight, one.one.weight.half()),
+    ),
+    "read twice": (read_twice, lambda one: one.x == one.y),
+}
+"""Kinds that draw for tensors which have no name: what has to hold of the result, which two seeds give differently."""
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -278,7 +304,6 @@ LOUD: dict[str, Callable[[Any], object]] = {
     "unique": lambda one: one.register_buffer("x", one.one.weight.detach().unique()),
     "equal": lambda one: torch.equal(one.one.weight, one.other.weight) or one.one.weight.data.zero_(),
     "allclose": lambda one: torch.allclose(one.one.weight, one.other.weight) or one.one.weight.data.zero_(),
-    "tensor of tensors": lambda one: one.register_buffer("x", torch.tensor([one.one.weight.detach().sum(), 1.0])),
     "data of another device": no_grad(lambda one: torch.ones(4, device="cpu").copy_(one.one.bias)),
 }
 """Kinds that stop in the constructor itself."""
@@ -291,7 +316,7 @@ def test_values_are_those_of_an_eager_build(kind: str, seed: int) -> None:
     with init_module(empty_weights=True):
         module = Base(SAME[kind])
     found = tensors(materialize(module, seed=seed))
-    assert verify(module).ok
+    assert not any(value.is_meta for value in found.values())
     assert found.keys() == expected.keys()
     different = [name for name in expected if not _equal(found[name], expected[name])]
     assert different == []
@@ -299,6 +324,28 @@ def test_values_are_those_of_an_eager_build(kind: str, seed: int) -> None:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", RELATED)
+def test_what_an_eager_build_relates_is_related(kind: str) -> None:
+    act, holds = RELATED[kind]
+    with init_module(seed=0):
+        assert holds(Base(act)), "the check itself"
+    found = []
+    for seed in (0, 0, 1):
+        with init_module(empty_weights=True):
+            module = Base(act)
+        with torch.no_grad():
+            assert holds(materialize(module, seed=seed))
+        found.append(tensors(module))
+    assert all(_equal(value, found[1][name]) for name, value in found[0].items())
+    assert not all(_equal(value, found[2][name]) for name, value in found[0].items())
+
+
+def test_what_another_thread_makes_has_values_as_it_has_without_init_module() -> None:
+    with init_module(empty_weights=True):
+        module = Base(lambda one: _in_thread(lambda: setattr(one, "more", nn.Parameter(torch.ones(2, 2)))))
+    assert torch.equal(materialize(module, seed=0).more, torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -317,3 +364,26 @@ def test_what_would_come_out_wrong_is_named(kind: str) -> None:
 def test_what_cannot_be_done_without_values_stops_the_constructor(kind: str) -> None:
     with pytest.raises((ValueError, NotImplementedError, RuntimeError)), init_module(empty_weights=True):
         Base(LOUD[kind])
+
+
+def test_load_that_copies_into_an_empty_module_is_named() -> None:
+    with init_module(empty_weights=True):
+        module = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is a no-op
+        module.load_state_dict(nn.Linear(2, 2).state_dict())
+    with pytest.raises(InitializationError, match=r"weight, bias.*assign=True"):
+        materialize(module)
+
+
+@pytest.mark.parametrize("cast", [lambda module: module.to(torch.bfloat16), copy.deepcopy])
+def test_what_a_constructor_sets_survives_a_cast_and_a_copy(cast: Callable[[Any], Any]) -> None:
+    def act(one: Any) -> None:
+        nn.init.zeros_(one.one.weight)
+        one.other.weight.data.copy_(torch.eye(SIZE))
+
+    with init_module(empty_weights=True):
+        module = Base(act)
+    module = materialize(cast(module), seed=0)
+    assert not module.one.weight.any()
+    assert torch.equal(module.other.weight.float(), torch.eye(SIZE))
