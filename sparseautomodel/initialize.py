@@ -20,7 +20,7 @@ from sparseautomodel.distributed import common_seed
 from sparseautomodel.empty_tensors import EmptyTensor, allocate, empty_tensors, origin
 from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
 from sparseautomodel.numbers import poisoned, spread
-from sparseautomodel.random_values import drawing
+from sparseautomodel.random_values import checked_seed, drawing
 from sparseautomodel.writes import Writes, local
 
 WITH_VALUES = "Build the module with values, without empty_weights: init_module(seed=...)"
@@ -59,6 +59,7 @@ def init_module(
     ...     layer = torch.nn.Linear(4, 4)
     >>> _ = materialize(layer, seed=0)
     """
+    seed = checked_seed(seed, "init_module")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r} is no floating dtype of torch. Write torch.bfloat16, for instance")
     if mesh is not None and not empty_weights:
@@ -110,6 +111,7 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
         raise ValueError(
             "materialize(module) is called where tensors are made on the meta device: call it after the with"
         )
+    seed = checked_seed(seed, "materialize")
     built = constructions(module)
     if device is None:
         device = next((one.place for one in built if one.place is not None), "cpu")

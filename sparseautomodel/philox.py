@@ -1,4 +1,4 @@
-"""Philox4x32-10 of Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), on tensors; and values of its words.
+"""Philox4x32-10 of Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), on tensors; values of its words.
 
 A function from a key and a counter to four words. Words become uniform and normal values by additions, multiplications,
 divisions and square roots alone, which IEEE 754 rounds alike on every device.
@@ -37,8 +37,7 @@ def uniforms(words: Words) -> Tensor:
 
 
 def normals(words: Words) -> Tensor:
-    """Standard normal float32 values by Box and Muller's transform: two words are a radius and an angle, and give two.
-    """
+    """Standard normal float32 values, by Box and Muller: two words are a radius and an angle, and give two values."""
     radii = torch.stack((words[0], words[2]), -1)
     angles = torch.stack((words[1], words[3]), -1)
     radius = _log((radii >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()

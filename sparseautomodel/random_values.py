@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -51,6 +52,19 @@ def drawing(named: Mapping[str, Tensor], seed: int) -> Iterator[None]:
     """
     with Drawing(named, seed):
         yield
+
+
+def checked_seed(seed: Any, call: str) -> int | None:
+    """`seed` as an int, or None; a ValueError that names `call` for what is no whole number from 0 on."""
+    if seed is None:
+        return None
+    whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+    if not whole or seed < 0:
+        raise ValueError(
+            f"{call}(seed={seed!r}): a seed is a whole number from 0 on, or None, which draws one from torch's random "
+            f"state. Write {call}(..., seed={abs(int(seed)) if whole else 0})"
+        )
+    return int(seed)
 
 
 def normal(seed: int, name: str, index: Tensor, draw: int = 0) -> Tensor:
