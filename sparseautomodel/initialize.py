@@ -10,13 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from sparseautomodel.construction import Construction, constructions, forget, rebuilt
 from sparseautomodel.contracts import Part, parts
-from sparseautomodel.distributed import common_seed
+from sparseautomodel.distributed import check_mesh, common_seed, shard
 from sparseautomodel.empty_tensors import EmptyTensor, allocate, empty_tensors, origin
 from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
 from sparseautomodel.numbers import poisoned, spread
@@ -48,8 +47,10 @@ def init_module(
             is not touched. A load with `load_state_dict(..., assign=True)` fills the module, or `materialize`. Until
             then its forward is an error for inputs that have values. Where a constructor reads numbers out of a tensor
             (`.item()`), it gets those that it computed.
-        mesh: with `empty_weights`, a mesh of one dimension: `materialize` shards the module over it (FSDP2) before any
-            memory is taken.
+        mesh: with `empty_weights`, what `materialize` shards the module over before any memory is taken. One dimension
+            is FSDP2. Two, which need names: `("fsdp", "tp")` is FSDP2 and tensor parallelism by the plan of a model of
+            transformers, over all processes; two others are a dimension that repeats and one that shards (HSDP). One
+            that is named "tp" is tensor parallelism alone.
         seed: what constructors draw comes from this seed and not from torch's random state, in the order in which they
             draw it; with `empty_weights` it is the seed of `materialize`, where order does not matter.
 
@@ -64,11 +65,8 @@ def init_module(
         raise ValueError(f"dtype={dtype!r} is no floating dtype of torch. Write torch.bfloat16, for instance")
     if mesh is not None and not empty_weights:
         raise ValueError("mesh needs empty_weights=True: materialize(module) shards it before it takes memory")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions, and only one can be sharded over here. For tensor parallelism: "
-            "SparseAutoModelForCausalLM.from_config(config, distributed_config=DistributedConfig(tp_size=...))"
-        )
+    if mesh is not None:
+        check_mesh(mesh)
     place = None if device is None else torch.device(device)
     if empty_weights:
         mode = Construction(torch.device("meta"), dtype, True, place, mesh, seed)
@@ -124,7 +122,8 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
     tensors = empty_tensors(module)
     if mesh is not None and tensors:
         origins = {one.name: one.origin for one in tensors}
-        _shard(module, mesh)
+        shard(module, mesh)
+        _tie(module)
         tensors = [replace(one, origin=origins[one.name]) for one in empty_tensors(module)]
     if tensors:
         if seed is None:
@@ -186,16 +185,6 @@ def _check_contracts(every: list[Part], built: Sequence[Construction]) -> None:
             + "\n- ".join(lacking)
             + "\nGive the class a method reset_parameters(self) that fills them, or load a checkpoint that has them"
         )
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: one group a block, the rest in one."""
-    for one in list(module.modules()):
-        if isinstance(one, nn.ModuleList):
-            for block in one:
-                if next(block.parameters(), None) is not None:
-                    fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
 
 
 def _fill(
