@@ -75,7 +75,7 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
         return
     if not isinstance(module, PreTrainedModel):
         raise ValueError(
-            f'mesh has a dimension "tp", and a {type(module).__name__} has no plan for it (models of transformers have). '
+            f'mesh has a dimension "tp", and a {type(module).__name__} has no plan for it. '
             "Build it without mesh, share it by torch's parallelize_module(module, mesh['tp'], plan) and "
             "fully_shard(module, mesh=mesh['fsdp']), then call materialize(module)"
         )

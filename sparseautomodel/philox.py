@@ -38,15 +38,16 @@ def uniforms(words: Words) -> Tensor:
 
 def normals(words: Words) -> Tensor:
     """Standard normal float32 values, by Box and Muller: two words are a radius and an angle, and give two values."""
-    radii = torch.stack((words[0], words[2]), -1)
-    angles = torch.stack((words[1], words[3]), -1)
-    radius = _log((radii >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()
-    x = (angles >> 8).to(torch.float32).mul_(2.0**-24).sub_(0.5).mul_(math.pi / 2)
+    small = [word.to(torch.int32) for word in words]  # wraps; the bits stay
+    angles = torch.stack((small[1], small[3]), -1)
+    radius = torch.stack((small[0], small[2]), -1).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
+    radius = _log(radius.add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()
+    x = (angles >> 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24).sub_(0.5).mul_(math.pi / 2)
     square = x * x
     sine = _polynomial(square, (1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880)).mul_(x)
     cosine = _polynomial(square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320))
-    radius = torch.where((angles & 1).bool(), -radius, radius)  # low bits choose the quadrant
-    swap = (angles & 2).bool()
+    swap = (angles & 2).bool()  # low bits choose the quadrant
+    radius.view(torch.int32).bitwise_xor_(angles.bitwise_left_shift_(31))  # the sign
     pair = (torch.where(swap, sine, cosine).mul_(radius), torch.where(swap, cosine, sine).mul_(radius))
     return torch.stack(pair, -1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,19 +169,27 @@ class Drawing(TorchDispatchMode):
         """`a` + value * `b` (normal), or values from `a` to below `b`, rounded once to the tensor's dtype."""
         place = local(tensor)
         wide = torch.float64 if place.dtype == torch.float64 else torch.float32
-        values = self._draw(tensor, kind).to(wide)
-        if kind is normals:
-            values.mul_(b).add_(a)
-        else:
-            values.mul_(b - a).add_(a)
-        rounded = values.to(place.dtype)
+        end = None
         if kind is uniforms and b > a:
-            end = torch.nextafter(torch.tensor(b, dtype=place.dtype), torch.tensor(a, dtype=place.dtype))
-            rounded.clamp_(max=end.item())
-        place.copy_(rounded)
+            end = torch.nextafter(torch.tensor(b, dtype=place.dtype), torch.tensor(a, dtype=place.dtype)).item()
 
-    def _draw(self, tensor: Tensor, kind: Any) -> Tensor:
-        """Float32 values for the elements that this process holds of `tensor`, in the shape of its part."""
+        def finish(values: Tensor) -> Tensor:
+            values = values.to(wide)
+            rounded = values.mul_(b if kind is normals else b - a).add_(a).to(place.dtype)
+            return rounded if end is None else rounded.clamp_(max=end)
+
+        if place.is_contiguous():  # a few at a time: the values need no memory to speak of
+            self._draw(tensor, kind, place.view(-1), finish)
+        else:
+            place.copy_(finish(self._draw(tensor, kind)))
+
+    def _draw(
+        self, tensor: Tensor, kind: Any, into: Tensor | None = None, finish: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Tensor:
+        """Float32 values for the elements that this process holds of `tensor`, in the shape of its part.
+
+        Or what `finish` makes of them, where they are to go into the flat tensor `into`.
+        """
         owner = self._temporary.get(tensor) or self._find(tensor) or self._other
         place = local(tensor)
         if owner is not self._other and tensor not in self._temporary:
@@ -190,13 +198,17 @@ class Drawing(TorchDispatchMode):
             if _span(tensor) == _span(owner.tensor):
                 shape = place.shape
             else:
-                return _at(_key(self._seed, owner.name), _view_index(place, owner, places), 0, kind).view(place.shape)
+                found = _at(_key(self._seed, owner.name), _view_index(place, owner, places), 0, kind)
+                return (found if into is None else into.copy_(finish(found))).view(place.shape)
         else:
             owner.draws += 1
             places, shape = _places(tensor), place.shape
         full = tuple(tensor.shape) if tensor.shape else (1,)
         key = _key(self._seed, owner.name)
-        return _in_runs(key, places, full, owner.draws, kind, place.device).view(shape)
+        count = math.prod(len(place) for place in places)
+        into = torch.empty(count, device=place.device) if into is None else into
+        _in_runs(key, places, full, owner.draws, kind, into, finish)
+        return into.view(shape)
 
     def _start(self, owner: _Named) -> None:
         owner.draws = 0
@@ -289,9 +301,15 @@ def _view_index(view: Tensor, owner: _Named, places: Sequence[Tensor]) -> Tensor
 
 
 def _in_runs(
-    key: tuple[int, int], places: Sequence[Tensor], shape: Sequence[int], draw: int, kind: Any, device: torch.device
-) -> Tensor:
-    """Values for the product of `places` in a tensor of `shape`, flat, drawn in runs of neighbours."""
+    key: tuple[int, int],
+    places: Sequence[Tensor],
+    shape: Sequence[int],
+    draw: int,
+    kind: Any,
+    result: Tensor,
+    finish: Callable[[Tensor], Tensor],
+) -> None:
+    """Values for the product of `places` in a tensor of `shape`, put into the flat `result` in runs of neighbours."""
     length, outer = 1, len(places)
     while outer and len(places[outer - 1]) == shape[outer - 1]:  # whole trailing dimensions lie in one run
         outer -= 1
@@ -305,10 +323,9 @@ def _in_runs(
     for dim in reversed(range(outer)):
         starts = (places[dim].view(-1, 1) * step + starts.view(1, -1)).reshape(-1)
         step *= shape[dim]
-    count = math.prod(len(place) for place in places)
-    result = torch.empty(count, device=device)
-    if not count:
-        return result
+    if not len(result):
+        return
+    device = result.device
     chunk = _CHUNK.get(device.type, 1 << 24)
     rows = max(1, chunk // length)
     for row in range(0, len(starts), rows):
@@ -316,8 +333,7 @@ def _in_runs(
         for column in range(0, length, chunk):
             size = min(chunk, length - column)
             block = result[row * length : (row + len(here)) * length].view(len(here), length)
-            block[:, column : column + size] = _runs(key, here + column, size, draw, kind)
-    return result
+            block[:, column : column + size] = finish(_runs(key, here + column, size, draw, kind))
 
 
 def _runs(key: tuple[int, int], starts: Tensor, length: int, draw: int, kind: Any) -> Tensor:
