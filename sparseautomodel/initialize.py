@@ -46,7 +46,7 @@ def init_module(
         empty_weights: build on the meta device: no memory, no values, init functions do not run, torch's random state
             is not touched. A load with `load_state_dict(..., assign=True)` fills the module, or `materialize`. Until
             then its forward is an error for inputs that have values. Where a constructor reads numbers out of a tensor
-            (`.item()`), it gets those that it computed.
+            (`.item()`), it gets those that it computed; `materialize` refuses them if they are random and kept.
         mesh: with `empty_weights`, what `materialize` shards the module over before any memory is taken. One dimension
             is FSDP2. Two, which need names: `("fsdp", "tp")` is FSDP2 and tensor parallelism by the plan of a model of
             transformers, over all processes; two others are a dimension that repeats and one that shards (HSDP). One
