@@ -38,6 +38,7 @@ from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
 from sparseautomodel.quantized_cache import nbytes_a_token, quantize_cache
 from sparseautomodel.quantizer import CompressedConfig, held_layers
+from sparseautomodel.random_values import checked_seed
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import LoadReport
 from sparseautomodel.rotations import fold, rotate, rotation_tensors, rotations_of
@@ -172,9 +173,11 @@ class SparseAutoModel:
         Raises:
             InitializationError: naming all parameters that did not get a value.
             RecipeError, PlanError: the recipe does not fit the model.
+            ValueError: `seed` is no whole number from 0 on.
 
         >>> model = SparseAutoModelForCausalLM.from_config(config, recipe="w4a16", seed=0)  # doctest: +SKIP
         """
+        seed = checked_seed(seed, "from_config")
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
                 "config.quantization_config says that weights are compressed, and a new model has none yet. Delete it, "

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from sparseautomodel.frames import arguments, constructors, in_contract
-from sparseautomodel.numbers import poison
+from sparseautomodel.frames import arguments, constructors, in_contract, line
 from sparseautomodel.random_values import drawing
+from sparseautomodel.recorded import Call, Record, kept, rebind, storage, tensors_in
+from sparseautomodel.writes import targets_of
 
 ATTRIBUTE = "_construction"
 """Where a module that was built empty keeps what its constructor did, until it has values."""
@@ -61,27 +63,24 @@ _UNTYPED: set[Any] = {
 }
 """What makes a tensor whose dtype is that of the values given."""
 _FACTORIES = _TYPED | _UNTYPED
-_RANDOM = {"rand", "randn", "normal", "normal_", "uniform_", "rand_like", "randn_like"}
-_READING = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "rand_like", "randn_like"),
+    *("randint_like", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_"),
+    "cauchy_",
+}
+_READING = {"item", "tolist", "numpy", "cpu", "__array__"}
+_READING |= {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
 """What makes numbers of Python's, or of numpy's, of a tensor."""
+_PROPERTIES = {
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "shape", "is_meta", "requires_grad", "ndim", "grad", "layout", "is_leaf", "grad_fn")
+}
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CONSTANT = {"constant_", "dirac_", "ones_", "zeros_", "eye_"}
 _KEEPING = {"requires_grad_", "detach_", "share_memory_"}
 """What ends like a change of values and is none."""
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "view", "__get__", "__set__"}
-
-
-@dataclass
-class _Call:
-    """One call that made or changed tensors on the meta device."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    written: tuple[Tensor, ...]
-    in_contract: bool = True
-    """Whether a method of initialization made it, and not a constructor that sets what its parts have set before."""
-    maker: weakref.ReferenceType[nn.Module] | None = None
-    """The module whose constructor made it."""
 
 
 @dataclass
@@ -90,6 +89,8 @@ class Built:
 
     construction: Construction | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Its own parameters and buffers when the construction ended."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Built:
         return self
@@ -113,39 +114,77 @@ class Construction(TorchFunctionMode):
     """Where `materialize` is to put what is built empty; `mesh` and `seed` are for it too."""
     mesh: DeviceMesh | None = None
     seed: int | None = None
-    calls: list[_Call] = field(default_factory=list)
+    record: Record = field(default_factory=Record)
     draws: int = 0
     running: bool = False
     """Whether a function of torch is running that the mode has seen."""
+    noting: bool = False
+    """Whether an operator is being noted."""
+    written: list[Tensor] = field(default_factory=list)
+    """What that function has written to so far."""
+    is_random: bool = False
+    """Whether it has drawn random values."""
 
     def __post_init__(self) -> None:
         TorchFunctionMode.__init__(self)
-        self._legacy = _LegacyConstructors(self)
+        self._operators = _Operators(self)
+        self._modules: list[weakref.ReferenceType[nn.Module]] = []
+        self._before: dict[int, Tensor] = {}
+        """Tensors that the running function was given -> what they were."""
 
     def __enter__(self) -> Any:
-        self._legacy.__enter__()
+        self._operators.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._legacy.__exit__(*error)
+        self._operators.__exit__(*error)
+        for reference in self._modules:
+            module = reference()
+            if module is not None and ATTRIBUTE in vars(module):
+                own: dict[str, Any] = {**module._parameters, **module._buffers}
+                held = {key: kept(one) for key, one in own.items() if one is not None and one.is_meta}
+                vars(module)[ATTRIBUTE].tensors = held
+        self._modules.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.running = True
+        if self.noting or func in _PROPERTIES:
+            if self.empty and func == _IS_META and args[0].is_meta:
+                self._skipped(args[0], sys._getframe(1))
+            return func(*args, **(kwargs or {}))
+        self.running, self.is_random, self.written = True, False, []
+        self._before = self._look(args, kwargs) if self.empty else {}
         try:
             return self._call(func, args, dict(kwargs or {}))
         finally:
             self.running = False
+
+    def _look(self, *given: Any) -> dict[int, Tensor]:
+        found = {id(one): one.detach() for one in tensors_in(given) if one.is_meta}
+        for one in found.values():
+            self.record.look(one)
+        return found
+
+    def _skipped(self, tensor: Tensor, frame: FrameType) -> None:
+        """Functions of `torch.nn.init` that ask whether a tensor is on the meta device do nothing if it is."""
+        if frame.f_globals.get("__name__") != "torch.nn.init" or self.noting:
+            return
+        code, values = frame.f_code, frame.f_locals
+        func = getattr(torch.nn.init, code.co_name)
+        kwargs = {name: values[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+        self._before, self.is_random = {}, code.co_name not in _CONSTANT
+        self._append(func, (), kwargs, None, (tensor,))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if self.empty and getattr(func, "__module__", None) == "torch.nn.init":
             tensor: Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if tensor.is_meta:
+                self.is_random = name not in _CONSTANT
                 self._append(func, args, kwargs, None, (tensor,))
                 return tensor
             return self._draw(func, args, kwargs)
-        if func in _FACTORIES or (func is torch.normal and not _tensors(args, kwargs)):
+        if func in _FACTORIES or (func is torch.normal and not tensors_in(args, kwargs)):
             self._mark()
             if kwargs.get("device") is None and self.device is not None:
                 kwargs["device"] = self.device
@@ -155,45 +194,36 @@ class Construction(TorchFunctionMode):
             return self._typed(func, name, args, kwargs)[-1]
         if name in _RANDOM and not _on_meta(args, kwargs):
             return self._draw(func, args, kwargs)
-        if name in _READING and isinstance(args[0], Tensor) and args[0].is_meta:
-            (value,) = self._draw(self.replay, ([args[0]],), {})
-            return func(args[0] if value is None else value, *args[1:], **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if name in _READING or (name == "to" and _leaves_meta(args[1:], kwargs)):
+                return self._read(func, name, args, kwargs)
+            if func == _SET_DATA:
+                return self._rebind(*args)
         func, args, kwargs, result = self._typed(func, name, args, kwargs)
         self._note(func, name, args, kwargs, result)
         return result
 
-    def replay(self, tensors: Iterable[Tensor]) -> list[Tensor | None]:
-        """The values that the constructors gave these tensors of the meta device, on the CPU.
+    def _read(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Numbers out of a tensor: of the values that it would have by now."""
+        value = self.record.read(args[0], name, line(sys._getframe()), self.seed or 0)
+        if value is None:
+            raise ValueError(
+                f"{name} of a tensor without values, {tuple(args[0].shape)}, in {line(sys._getframe())}: what it holds "
+                "is not known while a module is built empty. Build it with values: init_module() without empty_weights"
+            )
+        found = func(value, *args[1:], **kwargs)
+        if isinstance(found, np.ndarray):  # writes to it would not reach the tensor
+            found.setflags(write=False)
+        return found
 
-        None for one that they left as memory without values, or that was not made here. What is random is drawn anew,
-        from the mode that the caller is in.
-        """
-        tensors = list(tensors)
-        storages = {_storage(tensor) for tensor in tensors}
-        wanted = []
-        for call in reversed(self.calls):
-            touched = [*call.written, *_tensors(call.result)]
-            if any(_storage(tensor) in storages for tensor in touched):
-                wanted.append(call)
-                storages |= {_storage(tensor) for tensor in _tensors(call.args, call.kwargs) if tensor.is_meta}
-        known: dict[Any, Tensor] = {}
-        hollow: set[int] = set()
-        with torch.no_grad():
-            for call in reversed(wanted):
-                _run(call, known, hollow)
-        found = [known.get(_place(tensor)) for tensor in tensors]
-        return [None if value is None or _storage(value) in hollow else value for value in found]
-
-    def changed_outside(self, tensor: Tensor) -> bool:
-        """Whether a constructor changed a tensor after the module that has it was initialized."""
-        place = _storage(tensor)
-        return any(not call.in_contract and any(_storage(one) == place for one in call.written) for call in self.calls)
-
-    def maker(self, tensor: Tensor) -> nn.Module | None:
-        """The module whose constructor made a tensor, whichever modules have it now."""
-        place = _storage(tensor)
-        made = (call.maker for call in self.calls if any(_storage(one) == place for one in _tensors(call.result)))
-        return next((maker() for maker in made if maker is not None), None)
+    def _rebind(self, tensor: Tensor, value: Tensor) -> None:
+        """`tensor.data = value`"""
+        if not value.is_meta:
+            empty = torch.empty_like(value, device="meta")
+            self._append(torch.clone, (value,), {}, empty, ())
+            value = empty
+        _SET_DATA(tensor, value)
+        self._append(rebind, (value,), {}, None, (tensor,))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random values of tensors that a constructor places itself: from a seed, torch's random state is not used."""
@@ -232,23 +262,28 @@ class Construction(TorchFunctionMode):
         return wide
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        written: tuple[Tensor, ...] = ()
-        in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
-        if in_place and name not in _KEEPING and args and isinstance(args[0], Tensor):
-            written = (args[0],)
-        if not self.empty or not any(tensor.is_meta for tensor in (*written, *_tensors(result))):
+        if not self.empty:
+            return
+        own = set(self._before)
+        places = {storage(one) for one in self._before.values()}
+        written = [one for one in self.written if one.is_meta and storage(one) in places and name not in _KEEPING]
+        made = [one for one in tensors_in(result) if one.is_meta]
+        if not written and all(id(one) in own for one in made):
             return
         if name == "__deepcopy__":
             func, args, kwargs = torch.clone, args[:1], {}
-        self._append(func, args, kwargs, result, written)
+        self._append(func, args, kwargs, result, tuple(written))
 
-    def _append(self, *call: Any) -> None:
+    def _append(self, func: Any, args: Any, kwargs: Any, result: Any, written: tuple[Tensor, ...]) -> None:
         """The objects of the module get values in time: what is noted are others, in the same place."""
-        func, args, kwargs, result, written = tree_map(_alias, call)
+        before = self._before
+        args, kwargs = tree_map(lambda one: before[id(one)] if id(one) in before else kept(one), (args, kwargs))
+        result, written = tree_map(kept, (result, written))
         # The frame is in no variable: it would hold itself, and with it every tensor in it.
         maker = next((weakref.ref(module) for _, module in constructors(sys._getframe())), None)
         contract = not written or in_contract(sys._getframe())
-        self.calls.append(_Call(func, args, kwargs, result, written, contract, maker))
+        call = Call(func, args, kwargs, result, written, contract, maker, line(sys._getframe()), self.is_random)
+        self.record.append(call)
 
     def _mark(self) -> None:
         """Let the modules whose constructors are running know of this construction."""
@@ -258,14 +293,16 @@ class Construction(TorchFunctionMode):
             own = vars(module)
             if ATTRIBUTE not in own and "_forward_pre_hooks" in own:
                 own[ATTRIBUTE] = Built(self)
+                self._modules.append(weakref.ref(module))
                 if not number:
                     module.register_forward_pre_hook(refuse_empty, with_kwargs=True)
             if ATTRIBUTE in own and frame.f_code is getattr(type(module).__init__, "__code__", None):
                 own[ATTRIBUTE].arguments = own[ATTRIBUTE].arguments or arguments(frame)
 
 
-class _LegacyConstructors(TorchDispatchMode):
-    """`torch.Tensor(n)` and `torch.FloatTensor(n)`, which no function mode sees, on the device of a construction."""
+class _Operators(TorchDispatchMode):
+    """What the operators below a function of torch do, and those that no function mode sees: legacy constructors
+    (`torch.Tensor(n)`, `torch.FloatTensor(n)`), compiled code."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -273,12 +310,28 @@ class _LegacyConstructors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, construction = kwargs or {}, self._construction
-        if construction.running or construction.device is None or func is not torch.ops.aten.empty.memory_format:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if construction.running:
+            if construction.empty:
+                construction.written += targets_of(func, args, kwargs)
+                construction.is_random |= is_random
             return func(*args, **kwargs)
-        made = func(*args, **kwargs | {"device": construction.device})
-        construction._mark()
-        construction._note(torch.empty, "empty", args, {"dtype": made.dtype}, made)
-        return made
+        if func is torch.ops.aten.empty.memory_format and construction.device is not None:
+            kwargs = kwargs | {"device": construction.device}
+            construction._mark()
+        if not construction.empty:
+            return func(*args, **kwargs)
+        construction.noting = True
+        try:
+            before = construction._before = construction._look(args, kwargs)
+            result = func(*args, **kwargs)
+            construction.is_random, construction.written = is_random, targets_of(func, args, kwargs)
+            places = {storage(one) for one in before.values()}
+            if construction.written or any(storage(one) not in places for one in tensors_in(result)):
+                construction._note(func, func.__name__, args, kwargs, result)
+        finally:
+            construction.noting = False
+        return result
 
 
 def refuse_empty(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -287,7 +340,7 @@ def refuse_empty(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     hollow = [name for name, value in own if value.is_meta]
     if not hollow:
         forget(module)
-    elif any(not tensor.is_meta for tensor in _tensors(args, kwargs)):
+    elif any(not tensor.is_meta for tensor in tensors_in(args, kwargs)):
         raise ValueError(
             f"forward of a {type(module).__name__} that was built empty: {', '.join(hollow)} have no values. "
             "Load a checkpoint into the model, or call materialize(model), before it is run"
@@ -320,51 +373,13 @@ def rebuilt(module: nn.Module) -> tuple[nn.Module, Construction] | None:
     return None
 
 
-def _run(call: _Call, known: dict[Any, Tensor], hollow: set[int]) -> None:
-    """Do one call on the CPU, on the values that are known. `hollow` are the storages without values."""
-    if any(one.is_meta and _place(one) not in known for one in _tensors(call.args, call.kwargs)):
-        return
-    args, kwargs = tree_map(lambda value: _real(value, known), (call.args, call.kwargs))
-    if call.func in _FACTORIES:
-        kwargs["device"] = "cpu"
-    name, result = getattr(call.func, "__name__", ""), call.func(*args, **kwargs)
-    valued = name.endswith("_like") or name.startswith("new_") or call.func in _FACTORIES
-    without = any(_storage(one) in hollow for one in _tensors(args, kwargs)) and not valued
-    for meta, real in zip(_tensors(call.result), _tensors(result) if call.result is not None else [], strict=True):
-        known[_place(meta)] = real
-        if name.startswith(("empty", "new_empty")):
-            poison(real)
-        if without or name.startswith(("empty", "new_empty")):
-            hollow.add(_storage(real))
-    for meta in call.written:
-        hollow.discard(_storage(known[_place(meta)]))
-
-
-def _alias(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _real(value: Any, known: Mapping[Any, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return known[_place(value)] if value.is_meta else value
-    if isinstance(value, torch.device) and value.type == "meta":
-        return torch.device("cpu")
-    return "cpu" if isinstance(value, str) and value == "meta" else value
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What a tensor is a view of, and where: the same for a parameter and the tensor that it was made from."""
-    return _storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
-
-
 def _on_meta(args: Any, kwargs: dict[str, Any]) -> bool:
-    inputs = _tensors(args, kwargs)
+    inputs = tensors_in(args, kwargs)
     return inputs[0].is_meta if inputs else torch.device(kwargs.get("device") or "cpu").type == "meta"
+
+
+def _leaves_meta(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether what `Tensor.to` was given is another device."""
+    given = [kwargs.get("device"), kwargs.get("other"), *args[:1]]
+    devices = [one.device if isinstance(one, Tensor) else one for one in given]
+    return any(isinstance(one, (torch.device, str)) and torch.device(one).type != "meta" for one in devices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparseautomodel.frames import CONTRACT
+from sparseautomodel.frames import contract_method, required_arguments
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,7 @@ class Part:
         """The module's own method; None where it has none that needs no arguments."""
         if isinstance(self.module, PreTrainedModel):
             return None
-        for name in CONTRACT:
-            found = getattr(self.module, name, None)
-            if callable(found) and _required(found) == 0:
-                return found
-        return None
+        return contract_method(self.module)
 
     @property
     def is_covered(self) -> bool:
@@ -63,18 +58,8 @@ def _parts(part: Part, seen: set[int]) -> Iterator[Part]:
     seen.add(id(module))
     if isinstance(module, PreTrainedModel):
         owner, rule = module, None
-    elif owner is None and callable(found := getattr(module, "_init_weights", None)) and _required(found) == 1:
+    elif owner is None and callable(found := getattr(module, "_init_weights", None)) and required_arguments(found) == 1:
         rule = found
     for name, child in module.named_children():
         yield from _parts(Part(f"{part.name}.{name}".removeprefix("."), child, owner, rule), seen)
     yield Part(part.name, module, owner, rule)
-
-
-def _required(method: Callable[..., Any]) -> int:
-    """How many arguments a method must be given."""
-    required = [
-        one
-        for one in inspect.signature(method).parameters.values()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    return len(required)

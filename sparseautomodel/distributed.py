@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
@@ -46,6 +47,47 @@ def distribute(model: PreTrainedModel, config: DistributedConfig | dict[str, Any
     cls = type(model)
     given, _, mesh = cls.prepare_distribute_model(config)
     return cls.maybe_distribute_model(model, given, mesh)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Whether a module that is built empty can be sharded over `mesh`; a ValueError that says what can."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not names) or (mesh.ndim == 2 and "tp" in names and names[1] != "tp"):
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions, named {names or None}. It may have one (FSDP2), or two with names: "
+            'init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp")), for instance, the second of them "tp" or '
+            "the one that FSDP2 shards over, while the first repeats"
+        )
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Share a module on the meta device by the processes of a mesh; nothing is allocated.
+
+    FSDP2 makes one group a block, the rest is one more. A dimension "tp" is for models of transformers, which have a
+    plan; ties that transformers declares are to be made again.
+    """
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        for one in list(module.modules()):
+            for block in one if isinstance(one, nn.ModuleList) else ():
+                if next(block.parameters(), None) is not None:
+                    fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        return
+    if not isinstance(module, PreTrainedModel):
+        raise ValueError(
+            f'mesh has a dimension "tp", and a {type(module).__name__} has no plan for it. '
+            "Build it without mesh, share it by torch's parallelize_module(module, mesh['tp'], plan) and "
+            "fully_shard(module, mesh=mesh['fsdp']), then call materialize(module)"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(torch.distributed.get_world_size())):
+        raise ValueError(f"mesh has the processes {ranks}: tensor parallelism needs all of them, in order")
+    for target in getattr(module, "all_tied_weights_keys", None) or {}:
+        path, _, key = target.rpartition(".")
+        value = module.get_parameter(target)
+        setattr(module.get_submodule(path), key, nn.Parameter(value.detach(), requires_grad=value.requires_grad))
+    count = mesh.size(mesh.ndim - 1)
+    distribute(module, DistributedConfig(tp_size=count, fsdp_size=mesh.size() // count))
 
 
 def initialize_missing(model: PreTrainedModel, names: Collection[str], seed: int) -> None:
@@ -84,11 +126,6 @@ def rank_device(config: DistributedConfig | dict[str, Any] | None) -> torch.devi
         return None if config is None else torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     return torch.device(accelerator.type if accelerator else "cpu", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plan_for_compressed(model: PreTrainedModel, plan: dict[str, str]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from inspect import CO_VARARGS, CO_VARKEYWORDS
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 CONTRACT = ("init_weights", "reset_parameters", "_reset_parameters")
 """Methods by which a module gives its own tensors their initial values, the first it has counts."""
 
@@ -25,13 +29,53 @@ def constructors(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module
         frame = frame.f_back
 
 
+def contract_method(module: nn.Module) -> Callable[[], Any] | None:
+    """The method by which a module gives its own tensors their values; None where it has none without arguments."""
+    for name in CONTRACT:
+        found = getattr(module, name, None)
+        if callable(found) and required_arguments(found) == 0:
+            return found
+    return None
+
+
+def required_arguments(method: Callable[..., Any]) -> int:
+    """How many arguments a method must be given."""
+    required = [
+        one
+        for one in inspect.signature(method).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    return len(required)
+
+
 def in_contract(frame: FrameType | None) -> bool:
-    """Whether a method of initialization is running inside the innermost constructor."""
+    """Whether a method of initialization is running inside the innermost constructor, as it can be run again."""
+    outermost = None
     while frame is not None and frame.f_code.co_name != "__init__":
         if frame.f_code.co_name in (*CONTRACT, "_init_weights"):
-            return True
+            outermost = frame
         frame = frame.f_back
-    return False
+    return outermost is not None and _is_repeatable(outermost)
+
+
+def _is_repeatable(frame: FrameType) -> bool:
+    """Whether a method of initialization is the one that its module has, and was called without arguments."""
+    code, values = frame.f_code, frame.f_locals
+    module = values.get(code.co_varnames[0]) if code.co_argcount else None
+    if code.co_name == "_init_weights" or not isinstance(module, nn.Module):
+        return True
+    method = contract_method(module)
+    if method is None or getattr(method, "__name__", "") != code.co_name:
+        return False
+    defaults = {name: one.default for name, one in inspect.signature(method).parameters.items()}
+    return all(values.get(name, default) is default for name, default in defaults.items() if name in code.co_varnames)
+
+
+def line(frame: FrameType | None) -> str:
+    """File and line of the code that is running, outside of torch and of this package."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown"
 
 
 def arguments(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from sparseautomodel.construction import Construction, constructions, forget, rebuilt
 from sparseautomodel.contracts import Part, parts
-from sparseautomodel.distributed import common_seed
+from sparseautomodel.distributed import check_mesh, common_seed, shard
+from sparseautomodel.empty_tensors import EmptyTensor, allocate, empty_tensors, origin
 from sparseautomodel.initial_checks import WRITE_THEM, listed, wrong_device, wrong_dtype
-from sparseautomodel.numbers import poison, poisoned, spread
-from sparseautomodel.random_values import drawing
+from sparseautomodel.numbers import poisoned, spread
+from sparseautomodel.random_values import checked_seed, drawing
 from sparseautomodel.writes import Writes, local
+
+WITH_VALUES = "Build the module with values, without empty_weights: init_module(seed=...)"
 
 
 class InitializationError(ValueError):
@@ -46,9 +46,11 @@ def init_module(
         empty_weights: build on the meta device: no memory, no values, init functions do not run, torch's random state
             is not touched. A load with `load_state_dict(..., assign=True)` fills the module, or `materialize`. Until
             then its forward is an error for inputs that have values. Where a constructor reads numbers out of a tensor
-            (`.item()`), it gets those that it computed.
-        mesh: with `empty_weights`, a mesh of one dimension: `materialize` shards the module over it (FSDP2) before any
-            memory is taken.
+            (`.item()`), it gets those that it computed; `materialize` refuses them if they are random and kept.
+        mesh: with `empty_weights`, what `materialize` shards the module over before any memory is taken. One dimension
+            is FSDP2. Two, which need names: `("fsdp", "tp")` is FSDP2 and tensor parallelism by the plan of a model of
+            transformers, over all processes; two others are a dimension that repeats and one that shards (HSDP). One
+            that is named "tp" is tensor parallelism alone.
         seed: what constructors draw comes from this seed and not from torch's random state, in the order in which they
             draw it; with `empty_weights` it is the seed of `materialize`, where order does not matter.
 
@@ -58,15 +60,13 @@ def init_module(
     ...     layer = torch.nn.Linear(4, 4)
     >>> _ = materialize(layer, seed=0)
     """
+    seed = checked_seed(seed, "init_module")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype={dtype!r} is no floating dtype of torch. Write torch.bfloat16, for instance")
     if mesh is not None and not empty_weights:
         raise ValueError("mesh needs empty_weights=True: materialize(module) shards it before it takes memory")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions, and only one can be sharded over here. For tensor parallelism: "
-            "SparseAutoModelForCausalLM.from_config(config, distributed_config=DistributedConfig(tp_size=...))"
-        )
+    if mesh is not None:
+        check_mesh(mesh)
     place = None if device is None else torch.device(device)
     if empty_weights:
         mode = Construction(torch.device("meta"), dtype, True, place, mesh, seed)
@@ -109,6 +109,7 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
         raise ValueError(
             "materialize(module) is called where tensors are made on the meta device: call it after the with"
         )
+    seed = checked_seed(seed, "materialize")
     built = constructions(module)
     if device is None:
         device = next((one.place for one in built if one.place is not None), "cpu")
@@ -116,13 +117,14 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
         seed = next((one.seed for one in built if one.seed is not None), None)
     every = parts(module)
     _tie(module)
-    _check_contracts(every)
+    _check_contracts(every, built)
     mesh = next((one.mesh for one in built if one.mesh is not None), None)
-    tensors = _empty_tensors(module)
+    tensors = empty_tensors(module)
     if mesh is not None and tensors:
         origins = {one.name: one.origin for one in tensors}
-        _shard(module, mesh)
-        tensors = [replace(one, origin=origins[one.name]) for one in _empty_tensors(module)]
+        shard(module, mesh)
+        _tie(module)
+        tensors = [replace(one, origin=origins[one.name]) for one in empty_tensors(module)]
     if tensors:
         if seed is None:
             drawn = int(torch.randint(2**62, ()).item())
@@ -134,56 +136,15 @@ def materialize(module: nn.Module, device: str | torch.device | None = None, see
     return module
 
 
-@dataclass
-class _Empty:
-    """A tensor without values: the object, its names, and what it was built as."""
-
-    tensor: Tensor
-    owners: list[tuple[nn.Module, str]]
-    """Modules that have it, and what they call it; where it is tied, the first is the one that initializes it."""
-    is_parameter: bool
-    meta: Tensor
-    """The part of it that is here."""
-    origin: Tensor
-    """What the constructor made: the whole."""
-    dtype: torch.dtype
-    names: list[str] = field(default_factory=list)
-    value: Tensor | None = None
-    """What the constructor computed, for what is no parameter."""
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def owner(self) -> nn.Module:
-        return self.owners[0][0]
-
-
-def _empty_tensors(module: nn.Module) -> list[_Empty]:
-    """Every tensor on the meta device once, with all its names, parameters first."""
-    found: dict[int, _Empty] = {}
-    for kind in ("_parameters", "_buffers", "__dict__"):
-        for path, one in module.named_modules(remove_duplicate=False):
-            for key, value in getattr(one, kind).items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    entry = _Empty(value, [], kind == "_parameters", local(value).detach(), value.detach(), value.dtype)
-                    entry = found.setdefault(id(value), entry)
-                    entry.names.append(f"{path}.{key}".removeprefix("."))
-                    if all((one, key) != place for place in entry.owners):
-                        entry.owners.append((one, key))
-    return list(found.values())
-
-
 @contextlib.contextmanager
-def _drawn_once(tensors: list[_Empty], built: Sequence[Construction]) -> Iterator[None]:
+def _drawn_once(tensors: list[EmptyTensor], built: Sequence[Construction]) -> Iterator[None]:
     """Let the module that made a tied tensor initialize it, as it does where ties are made after that.
 
     The others have a tensor without memory meanwhile, which costs nothing to fill.
     """
     tied = [one for one in tensors if one.is_parameter and len(one.owners) > 1]
     for one in tied:
-        makers = [each.maker(one.origin) for each in built]
+        makers = [each.record.maker(one.origin) for each in built]
         one.owners.sort(key=lambda place: all(place[0] is not maker for maker in makers))
         for owner, key in one.owners[1:]:
             owner._parameters[key] = nn.Parameter(torch.empty_like(one.meta), requires_grad=False)
@@ -206,11 +167,15 @@ def _tie(module: nn.Module) -> None:
                 setattr(model.get_submodule(path), key, other)
 
 
-def _check_contracts(every: list[Part]) -> None:
-    """Every module with parameters on the meta device must be able to initialize them."""
+def _check_contracts(every: list[Part], built: Sequence[Construction]) -> None:
+    """Every module with parameters on the meta device must be able to initialize them, unless it gave them values."""
     lacking = []
     for part in every:
-        own = [name for name, value in part.module.named_parameters(recurse=False) if value.is_meta]
+        own = [
+            name
+            for name, value in part.module.named_parameters(recurse=False)
+            if value.is_meta and not any(one.record.gives(origin(part.module, name, value)) for one in built)
+        ]
         if own and not part.is_covered:
             names = listed(f"{part.name}.{name}".removeprefix(".") for name in own)
             lacking.append(f"{part.name or 'the module itself'}, a {type(part.module).__name__}: {names}")
@@ -222,32 +187,22 @@ def _check_contracts(every: list[Part]) -> None:
         )
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: one group a block, the rest in one."""
-    for one in list(module.modules()):
-        if isinstance(one, nn.ModuleList):
-            for block in one:
-                if next(block.parameters(), None) is not None:
-                    fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-
-
 def _fill(
     module: nn.Module,
     every: list[Part],
-    tensors: list[_Empty],
+    tensors: list[EmptyTensor],
     built: Sequence[Construction],
     device: torch.device,
     seed: int,
 ) -> None:
     kept = [value for value in (*module.parameters(), *module.buffers()) if not value.is_meta]
-    for one in tensors:
-        if not one.is_parameter:
-            one.value = _replayed(built, one.origin, seed, one.name)
-    _allocate(tensors, device)
+    named = {one.name: one.origin for one in tensors}
+    owners = {id(part.module): part.owner for part in every}
+    _check_reads(tensors, built)
+    _check_writes(tensors, built)
+    allocate(tensors, device)
     writes = Writes([one.tensor for one in tensors], kept)
-    for one in tensors:
-        _put(one, one.value, writes)
+    _replay([one for one in tensors if not one.is_parameter], named, built, seed, writes)
     with drawing({one.name: one.tensor for one in tensors}, seed), writes:
         with _drawn_once(tensors, built):
             for part in every:
@@ -257,57 +212,67 @@ def _fill(
                 own = (*part.module.parameters(recurse=False), *part.module.buffers(recurse=False))
                 if part.owner is not None and part.method is not None and any(map(writes.lacks, own)):
                     part.method()
-    owners = {id(part.module): part.owner for part in every}
-    for one in tensors:
-        changed = one.is_parameter and owners[id(one.owner)] is None
-        if changed and any(each.changed_outside(one.origin) for each in built):
-            _put(one, _replayed(built, one.origin, seed, one.name), writes)
-        if writes.lacks(one.tensor):
-            value = _replayed(built, one.origin, seed, one.name)
-            _put(one, _rebuilt(one, owners[id(one.owner)], seed) if value is None else value, writes)
+    changed = {one.name: _change(one, owners[id(one.owner)] is not None, built) for one in tensors}
+    again = [one for one in tensors if changed[one.name] is not None or writes.lacks(one.tensor)]
+    found = _replay(again, named, built, seed, writes)
+    lost = [f"{one.name} ({changed[one.name]})" for one in again if changed[one.name] and one.name not in found]
+    if lost:
+        raise InitializationError(
+            f"what a constructor sets is not known while the module is built empty: {listed(lost)}. {WITH_VALUES}"
+        )
+    for one in again:
+        if one.name not in found and writes.lacks(one.tensor):
+            _put(one, _rebuilt(one, owners[id(one.owner)], seed), writes)
     _check(module, tensors, writes)
 
 
-def _allocate(tensors: list[_Empty], device: torch.device) -> None:
-    """Memory without values, poisoned, in the same objects. Two that shared their storage share it again."""
-    places: dict[Any, Tensor] = {}
-    for one in tensors:
-        meta, sharded = one.meta, one.tensor
-        place = meta.untyped_storage()._cdata, meta.storage_offset(), meta.shape, meta.stride(), meta.dtype
-        if place not in places:
-            where = sharded.device_mesh.device_type if isinstance(sharded, DTensor) else device
-            places[place] = torch.empty_like(meta, device=where)
-            poison(places[place])
-        value: Tensor = places[place].detach()
-        if isinstance(sharded, DTensor):
-            mesh, shape, stride = sharded.device_mesh, sharded.shape, sharded.stride()
-            value = DTensor.from_local(value, mesh, sharded.placements, run_check=False, shape=shape, stride=stride)
-        if isinstance(one.tensor, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=one.tensor.requires_grad)
-        vars(value).update({key: kept for key, kept in vars(one.tensor).items() if key != "_is_hf_initialized"})
-        try:
-            torch.utils.swap_tensors(one.tensor, value)
-        except RuntimeError:  # a view of it, or a weak reference to it, is kept somewhere
-            for owner, key in one.owners:
-                held: dict[str, Any] = next(
-                    each for each in (owner._parameters, owner._buffers, vars(owner)) if key in each
-                )
-                held[key] = value
-            one.tensor = value
+def _check_reads(tensors: list[EmptyTensor], built: Sequence[Construction]) -> None:
+    """Numbers that constructors read out of tensors which are drawn anew now would not fit to them."""
+    problems = []
+    for construction in built:
+        for read in construction.record.reads:
+            names = [one.name for one in tensors if construction.record.draws(one.origin) & read.draws]
+            problems += [f"{read.how} in {read.line}, of {listed(names)}"] if names else []
+    if problems:
+        raise InitializationError(
+            "a constructor reads numbers out of tensors that are random, and would have others in an empty module:\n- "
+            + "\n- ".join(problems)
+            + f"\n{WITH_VALUES}"
+        )
 
 
-def _replayed(built: Sequence[Construction], meta: Tensor, seed: int, name: str) -> Tensor | None:
-    """What the constructors computed for a tensor; what they drew for it comes from its name."""
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=7).digest()
-    with drawing({}, int.from_bytes(digest, "little")):
-        for one in built:
-            (value,) = one.replay([meta])
-            if value is not None:
-                return value
-    return None
+def _check_writes(tensors: list[EmptyTensor], built: Sequence[Construction]) -> None:
+    """What is written to a tensor without values, where no construction sees it, is gone."""
+    changed = [one.name for one in tensors if any(each.record.is_written_unseen(one.origin) for each in built)]
+    if changed:
+        raise InitializationError(
+            f"written to while they had no values, after init_module or in another thread: {listed(changed)}. "
+            "Load checkpoints with load_state_dict(..., assign=True), and change values after materialize(module). "
+            f"Or: {WITH_VALUES}"
+        )
 
 
-def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | None:
+def _change(one: EmptyTensor, managed: bool, built: Sequence[Construction]) -> str | None:
+    """Where a constructor changed a tensor after the module that has it was initialized."""
+    changes = (each.record.changed_outside(one.origin, managed) for each in built)
+    return next((call.line for call in changes if call is not None), None)
+
+
+def _replay(
+    tensors: list[EmptyTensor], named: Mapping[str, Tensor], built: Sequence[Construction], seed: int, writes: Writes
+) -> set[str]:
+    """Give tensors the values that the constructors computed. Returns the names of those for which they are known."""
+    found = set()
+    for construction in built:
+        own = [one for one in tensors if construction.record.knows(one.origin)]
+        for index, value in construction.record.values([one.origin for one in own], named, seed):
+            if value is not None and value.shape == own[index].tensor.shape:
+                _put(own[index], value, writes)
+                found.add(own[index].name)
+    return found
+
+
+def _rebuilt(one: EmptyTensor, owner: PreTrainedModel | None, seed: int) -> Tensor | None:
     """What the module's constructor computes when it is run once more; for a model of transformers, from its config."""
     key, path, found = one.name.rpartition(".")[2], "", rebuilt(one.owner)
     if found is None and owner is not None:
@@ -323,10 +288,12 @@ def _rebuilt(one: _Empty, owner: PreTrainedModel | None, seed: int) -> Tensor | 
         return None
     if not isinstance(again, Tensor) or again.shape != one.origin.shape:
         return None
-    return _replayed([found[1]], again, seed, one.name) if again.is_meta else again
+    if not again.is_meta:
+        return again
+    return next(value for _, value in found[1].record.values([again], {one.name: again}, seed))
 
 
-def _put(one: _Empty, value: Tensor | None, writes: Writes) -> None:
+def _put(one: EmptyTensor, value: Tensor | None, writes: Writes) -> None:
     """Write a value that is whole into what may be a part."""
     sharded = one.tensor
     if value is None or value.shape != sharded.shape:
@@ -338,7 +305,7 @@ def _put(one: _Empty, value: Tensor | None, writes: Writes) -> None:
     writes.note(sharded)
 
 
-def _check(module: nn.Module, tensors: list[_Empty], writes: Writes) -> None:
+def _check(module: nn.Module, tensors: list[EmptyTensor], writes: Writes) -> None:
     """One error for all that did not come out as it should."""
     now = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     held = {name: (now.get(name, one.tensor), one) for one in tensors for name in one.names}

@@ -1,9 +1,7 @@
 """Random initial values that depend on the seed, the tensor's name and the element's place in it, and on nothing else.
 
 One process and any mesh of processes draw the same values, each of them only those that it holds. The generator is
-Philox4x32-10 of Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011): a function from a key (seed and
-name) and a counter (place and number of the draw) to four words. Words become uniform and normal values by additions,
-multiplications, divisions and square roots alone, which IEEE 754 rounds alike on every device.
+Philox4x32-10: a function from a key (seed and name) and a counter (place and number of the draw) to values.
 """
 
 from __future__ import annotations
@@ -11,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_WORD = 0xFFFFFFFF
+from sparseautomodel.philox import normals, philox, uniforms
+from sparseautomodel.writes import local
+
 _CHUNK = {"cpu": 1 << 17}
 """Elements drawn at a time: on a CPU so many that they stay in a core's cache."""
 
@@ -49,18 +50,31 @@ def drawing(named: Mapping[str, Tensor], seed: int) -> Iterator[None]:
     >>> with drawing(dict(layer.named_parameters()), seed=0):
     ...     _ = torch.nn.init.normal_(layer.weight)
     """
-    with _Drawing(named, seed):
+    with Drawing(named, seed):
         yield
+
+
+def checked_seed(seed: Any, call: str) -> int | None:
+    """`seed` as an int, or None; a ValueError that names `call` for what is no whole number from 0 on."""
+    if seed is None:
+        return None
+    whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+    if not whole or seed < 0:
+        raise ValueError(
+            f"{call}(seed={seed!r}): a seed is a whole number from 0 on, or None, which draws one from torch's random "
+            f"state. Write {call}(..., seed={abs(int(seed)) if whole else 0})"
+        )
+    return int(seed)
 
 
 def normal(seed: int, name: str, index: Tensor, draw: int = 0) -> Tensor:
     """Standard normal float32 values of the elements at the flat places `index` (int64, any shape) of tensor `name`."""
-    return _at(_key(seed, name), index.reshape(-1), draw, _normals).view(index.shape)
+    return _at(_key(seed, name), index.reshape(-1), draw, normals).view(index.shape)
 
 
 def uniform(seed: int, name: str, index: Tensor, draw: int = 0) -> Tensor:
     """Float32 values in [0, 1), multiples of 2**-24, of the elements at the flat places `index` of tensor `name`."""
-    return _at(_key(seed, name), index.reshape(-1), draw, _uniforms).view(index.shape)
+    return _at(_key(seed, name), index.reshape(-1), draw, uniforms).view(index.shape)
 
 
 @dataclass
@@ -71,25 +85,39 @@ class _Named:
     """Draws for temporary tensors since the tensor itself was filled."""
 
 
-class _Drawing(TorchDispatchMode):
+class Drawing(TorchDispatchMode):
+    """The mode of `drawing`. Tensors may be named while it lasts."""
+
     def __init__(self, named: Mapping[str, Tensor], seed: int) -> None:
         super().__init__()
         self._seed = seed
         self._by_storage: dict[int, list[_Named]] = {}
-        for name, tensor in named.items():
-            if not _local(tensor).is_meta:
-                entries = self._by_storage.setdefault(_local(tensor).untyped_storage().data_ptr(), [])
-                if all(_span(one.tensor) != _span(tensor) for one in entries):
-                    entries.append(_Named(name, tensor))
         self._temporary: Any = WeakTensorKeyDictionary()
         self._selected: Any = WeakTensorKeyDictionary()
         """Copies that DTensor made where a view was asked for -> the tensor, the dimension and the index in it."""
         self._other = _Named("beside ", torch.empty(0))
+        for name, tensor in named.items():
+            self.name(name, tensor)
+
+    def name(self, name: str, tensor: Tensor) -> None:
+        """From now on a tensor with storage is `name`, unless it has a name already."""
+        if not local(tensor).is_meta:
+            entries = self._by_storage.setdefault(local(tensor).untyped_storage().data_ptr(), [])
+            if all(_span(one.tensor) != _span(tensor) for one in entries):
+                entries.append(_Named(name, tensor))
+
+    def forget(self, tensor: Tensor) -> None:
+        """What lies in the storage of a tensor has no name any more, and is not held here."""
+        self._by_storage.pop(local(tensor).untyped_storage().data_ptr(), None)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it is drawn as a tensor that has a name: it lies in its memory, or was made after it."""
+        return self._find(tensor) is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if func in _FILLS and not _local(args[0]).is_meta:
+        if func in _FILLS and not local(args[0]).is_meta:
             a, b = _arguments(func, args, kwargs)
             self._fill(args[0], _FILLS[func], a, b)
             return args[0]
@@ -100,7 +128,7 @@ class _Drawing(TorchDispatchMode):
                 self._fill(made, _FACTORIES[func], 0.0, 1.0)
             return made
         if func is torch.ops.aten.randperm.default:
-            words = self._draw(torch.empty(args[0], device=kwargs.get("device")), _uniforms)
+            words = self._draw(torch.empty(args[0], device=kwargs.get("device")), uniforms)
             return words.sort(stable=True).indices.to(kwargs.get("dtype") or torch.int64)
         owner = None if first is None else self._find(first)
         if owner is not None and torch.Tag.nondeterministic_seeded in func.tags:
@@ -110,6 +138,8 @@ class _Drawing(TorchDispatchMode):
             )
         if owner is not None and func is torch.ops.aten.copy_.default:
             self._start(owner)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            func, kwargs = self._from_generator(func, args, kwargs)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.select.int and isinstance(first, DTensor) and owner is not None:
             self._selected[result] = first, *args[1:]
@@ -120,38 +150,65 @@ class _Drawing(TorchDispatchMode):
                 self._inherit(result, source)
         return result
 
+    def _from_generator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Other draws of tensors without a name: by torch, from a generator of their own."""
+        if any(isinstance(one, Tensor) and one.is_meta for one in args) or str(kwargs.get("device")) == "meta":
+            return func, kwargs
+        self._other.draws += 1
+        if all(one.name != "generator" for one in func._schema.arguments):
+            name = {"default": "generator", "low_dtype": "low_generator_dtype"}.get(func._overloadname)
+            other = getattr(func.overloadpacket, name or f"{func._overloadname}_generator", None)
+            if other is None:  # dropout
+                return func, kwargs
+            func = other
+        device = next((one.device for one in args if isinstance(one, Tensor)), kwargs.get("device") or "cpu")
+        seed, more = _key(self._seed, f"{self._other.name}\0{self._other.draws}")
+        return func, kwargs | {"generator": torch.Generator(device).manual_seed(seed << 31 ^ more)}
+
     def _fill(self, tensor: Tensor, kind: Any, a: float, b: float) -> None:
         """`a` + value * `b` (normal), or values from `a` to below `b`, rounded once to the tensor's dtype."""
-        place = _local(tensor)
+        place = local(tensor)
         wide = torch.float64 if place.dtype == torch.float64 else torch.float32
-        values = self._draw(tensor, kind).to(wide)
-        if kind is _normals:
-            values.mul_(b).add_(a)
-        else:
-            values.mul_(b - a).add_(a)
-        rounded = values.to(place.dtype)
-        if kind is _uniforms and b > a:
-            end = torch.nextafter(torch.tensor(b, dtype=place.dtype), torch.tensor(a, dtype=place.dtype))
-            rounded.clamp_(max=end.item())
-        place.copy_(rounded)
+        end = None
+        if kind is uniforms and b > a:
+            end = torch.nextafter(torch.tensor(b, dtype=place.dtype), torch.tensor(a, dtype=place.dtype)).item()
 
-    def _draw(self, tensor: Tensor, kind: Any) -> Tensor:
-        """Float32 values for the elements that this process holds of `tensor`, in the shape of its part."""
+        def finish(values: Tensor) -> Tensor:
+            values = values.to(wide)
+            rounded = values.mul_(b if kind is normals else b - a).add_(a).to(place.dtype)
+            return rounded if end is None else rounded.clamp_(max=end)
+
+        if place.is_contiguous():  # a few at a time: the values need no memory to speak of
+            self._draw(tensor, kind, place.view(-1), finish)
+        else:
+            place.copy_(finish(self._draw(tensor, kind)))
+
+    def _draw(
+        self, tensor: Tensor, kind: Any, into: Tensor | None = None, finish: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Tensor:
+        """Float32 values for the elements that this process holds of `tensor`, in the shape of its part.
+
+        Or what `finish` makes of them, where they are to go into the flat tensor `into`.
+        """
         owner = self._temporary.get(tensor) or self._find(tensor) or self._other
-        place = _local(tensor)
+        place = local(tensor)
         if owner is not self._other and tensor not in self._temporary:
             self._start(owner)
             places = _places(owner.tensor)
             if _span(tensor) == _span(owner.tensor):
                 shape = place.shape
             else:
-                return _at(_key(self._seed, owner.name), _view_index(place, owner, places), 0, kind).view(place.shape)
+                found = _at(_key(self._seed, owner.name), _view_index(place, owner, places), 0, kind)
+                return (found if into is None else into.copy_(finish(found))).view(place.shape)
         else:
             owner.draws += 1
             places, shape = _places(tensor), place.shape
         full = tuple(tensor.shape) if tensor.shape else (1,)
         key = _key(self._seed, owner.name)
-        return _in_runs(key, places, full, owner.draws, kind, place.device).view(shape)
+        count = math.prod(len(place) for place in places)
+        into = torch.empty(count, device=place.device) if into is None else into
+        _in_runs(key, places, full, owner.draws, kind, into, finish)
+        return into.view(shape)
 
     def _start(self, owner: _Named) -> None:
         owner.draws = 0
@@ -161,11 +218,11 @@ class _Drawing(TorchDispatchMode):
         """Whose values `tensor` holds: those of one of `named`, or of one that it was made after."""
         if tensor in self._temporary:
             return self._temporary[tensor]
-        local = _local(tensor)
-        if local.is_meta:
+        held = local(tensor)
+        if held.is_meta:
             return None
-        start = local.storage_offset()
-        for entry in self._by_storage.get(local.untyped_storage().data_ptr(), ()):
+        start = held.storage_offset()
+        for entry in self._by_storage.get(held.untyped_storage().data_ptr(), ()):
             begin, extent = _span(entry.tensor)[:2]
             if begin <= start < begin + extent or (start == begin and not extent):
                 return entry
@@ -178,15 +235,11 @@ class _Drawing(TorchDispatchMode):
                 self._temporary[made] = owner
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _span(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Where a tensor lies in its storage: first element, extent, shape and strides."""
-    local = _local(tensor)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return int(local.storage_offset()), extent if local.numel() else 0, tuple(local.shape), tuple(local.stride())
+    held = local(tensor)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
+    return int(held.storage_offset()), extent if held.numel() else 0, tuple(held.shape), tuple(held.stride())
 
 
 def _fill_selected(tensor: DTensor, dim: int, index: int, value: float = 0.0) -> None:
@@ -235,7 +288,7 @@ def _part(places: Tensor, count: int, number: int) -> Tensor:
 
 def _view_index(view: Tensor, owner: _Named, places: Sequence[Tensor]) -> Tensor:
     """Flat places in the whole tensor of the elements of a view into the part of it that is here."""
-    base = _local(owner.tensor)
+    base = local(owner.tensor)
     if not base.is_contiguous():
         raise NotImplementedError(f"a part of {owner.name}, which is not contiguous, is filled. Fill the whole tensor")
     offset = torch.full((1,) * max(1, view.ndim), int(view.storage_offset() - base.storage_offset()), dtype=torch.int64)
@@ -248,9 +301,15 @@ def _view_index(view: Tensor, owner: _Named, places: Sequence[Tensor]) -> Tensor
 
 
 def _in_runs(
-    key: tuple[int, int], places: Sequence[Tensor], shape: Sequence[int], draw: int, kind: Any, device: torch.device
-) -> Tensor:
-    """Values for the product of `places` in a tensor of `shape`, flat, drawn in runs of neighbours."""
+    key: tuple[int, int],
+    places: Sequence[Tensor],
+    shape: Sequence[int],
+    draw: int,
+    kind: Any,
+    result: Tensor,
+    finish: Callable[[Tensor], Tensor],
+) -> None:
+    """Values for the product of `places` in a tensor of `shape`, put into the flat `result` in runs of neighbours."""
     length, outer = 1, len(places)
     while outer and len(places[outer - 1]) == shape[outer - 1]:  # whole trailing dimensions lie in one run
         outer -= 1
@@ -264,10 +323,9 @@ def _in_runs(
     for dim in reversed(range(outer)):
         starts = (places[dim].view(-1, 1) * step + starts.view(1, -1)).reshape(-1)
         step *= shape[dim]
-    count = math.prod(len(place) for place in places)
-    result = torch.empty(count, device=device)
-    if not count:
-        return result
+    if not len(result):
+        return
+    device = result.device
     chunk = _CHUNK.get(device.type, 1 << 24)
     rows = max(1, chunk // length)
     for row in range(0, len(starts), rows):
@@ -275,8 +333,7 @@ def _in_runs(
         for column in range(0, length, chunk):
             size = min(chunk, length - column)
             block = result[row * length : (row + len(here)) * length].view(len(here), length)
-            block[:, column : column + size] = _runs(key, here + column, size, draw, kind)
-    return result
+            block[:, column : column + size] = finish(_runs(key, here + column, size, draw, kind))
 
 
 def _runs(key: tuple[int, int], starts: Tensor, length: int, draw: int, kind: Any) -> Tensor:
@@ -284,7 +341,7 @@ def _runs(key: tuple[int, int], starts: Tensor, length: int, draw: int, kind: An
     first = starts >> 2
     number = (length + 6) >> 2
     counters = first.unsqueeze(1) + torch.arange(number, device=starts.device)
-    values = kind(_philox(counters, draw, key)).view(len(starts), 4 * number)
+    values = kind(philox(counters, draw, key)).view(len(starts), 4 * number)
     shift = starts & 3
     if bool((shift == shift[0]).all()):
         begin = int(shift[0])
@@ -302,66 +359,13 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _philox(counter: Tensor, draw: int, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words in [0, 2**32), as int64, for each 64-bit `counter`; `draw` is the third word of the counter."""
-    a, b = counter & _WORD, counter >> 32
-    c, d = torch.full_like(a, draw), torch.zeros_like(a)
-    k0, k1 = key
-    for _ in range(10):
-        left, right = a * 0xD2511F53, c * 0xCD9E8D57  # wraps; the bits are those of the unsigned product
-        a = (right >> 32).bitwise_and_(_WORD).bitwise_xor_(b).bitwise_xor_(k0)
-        c = (left >> 32).bitwise_and_(_WORD).bitwise_xor_(d).bitwise_xor_(k1)
-        b, d = right.bitwise_and_(_WORD), left.bitwise_and_(_WORD)
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return a, b, c, d
-
-
-def _uniforms(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    return (torch.stack(words, -1) >> 8).to(torch.float32).mul_(2.0**-24)
-
-
-def _normals(words: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Box and Muller's transform: two words are a radius and an angle, and give two values."""
-    radii = torch.stack((words[0], words[2]), -1)
-    angles = torch.stack((words[1], words[3]), -1)
-    radius = _log((radii >> 8).add_(1).to(torch.float32).mul_(2.0**-24)).mul_(-2.0).sqrt_()
-    x = (angles >> 8).to(torch.float32).mul_(2.0**-24).sub_(0.5).mul_(math.pi / 2)
-    square = x * x
-    sine = _polynomial(square, (1.0, -1 / 6, 1 / 120, -1 / 5040, 1 / 362880)).mul_(x)
-    cosine = _polynomial(square, (1.0, -1 / 2, 1 / 24, -1 / 720, 1 / 40320))
-    radius = torch.where((angles & 1).bool(), -radius, radius)  # low bits choose the quadrant
-    swap = (angles & 2).bool()
-    pair = (torch.where(swap, sine, cosine).mul_(radius), torch.where(swap, cosine, sine).mul_(radius))
-    return torch.stack(pair, -1)
-
-
-def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of float32 `x` in (0, 1]."""
-    bits = x.view(torch.int32)
-    exponent = (bits >> 23) - 127
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
-    high = mantissa > math.sqrt(2)
-    mantissa = torch.where(high, mantissa * 0.5, mantissa)
-    exponent = (exponent + high).to(torch.float32)
-    ratio = (mantissa - 1.0) / (mantissa + 1.0)
-    series = _polynomial(ratio * ratio, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9)).mul_(ratio)
-    return exponent.mul_(math.log(2)).add_(series)
-
-
-def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    result = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        result.mul_(x).add_(coefficient)
-    return result
-
-
-_FILLS = {torch.ops.aten.normal_.default: _normals, torch.ops.aten.uniform_.default: _uniforms}
+_FILLS = {torch.ops.aten.normal_.default: normals, torch.ops.aten.uniform_.default: uniforms}
 _CONSTANT = (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar)
 _FACTORIES = {
-    torch.ops.aten.randn.default: _normals,
-    torch.ops.aten.rand.default: _uniforms,
-    torch.ops.aten.randn_like.default: _normals,
-    torch.ops.aten.rand_like.default: _uniforms,
+    torch.ops.aten.randn.default: normals,
+    torch.ops.aten.rand.default: uniforms,
+    torch.ops.aten.randn_like.default: normals,
+    torch.ops.aten.rand_like.default: uniforms,
 }
 _INHERITING = (
     torch.ops.aten.empty_like.default,

@@ -22,7 +22,6 @@ from sparseautomodel.checkpoint import Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.checks import fused_sets
 from sparseautomodel.completeness import check_cache, check_names, check_parts, explained, few
 from sparseautomodel.compressed_layers import CompressedLinear
-from sparseautomodel.distributed import local
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.initial_checks import check_initial, listed
 from sparseautomodel.layers import StoredLayers, attention_modules, cache_scales, quantization_of, stored_layers
@@ -33,6 +32,7 @@ from sparseautomodel.plan import Plan
 from sparseautomodel.rotations import rotation_tensors, rotations_of
 from sparseautomodel.safetensors_file import CheckpointError
 from sparseautomodel.threads import torch_threads
+from sparseautomodel.writes import local
 
 REPORT_NAME = "compression_report.json"
 

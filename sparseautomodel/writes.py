@@ -32,11 +32,7 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        targets = [
-            value
-            for place, name in _mutated(func)
-            if isinstance(value := args[place] if place < len(args) else kwargs.get(name), Tensor)
-        ]
+        targets = targets_of(func, args, kwargs)
         places = [_storage(value) for value in targets]
         if any(place in self._closed for place in places):
             return targets[0] if len(targets) == 1 else tuple(targets)
@@ -69,6 +65,17 @@ class Writes(TorchDispatchMode):
     def drawn(self, value: Tensor) -> bool:
         """Whether the last that was done to a tensor was a draw of random values."""
         return _storage(value) in self._drawn
+
+
+def targets_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operator writes to."""
+    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _mutated(func)]
+    return [
+        one
+        for value in given
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, Tensor)
+    ]
 
 
 def local(value: Tensor) -> Tensor:

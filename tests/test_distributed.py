@@ -22,11 +22,11 @@ from sparseautomodel.distributed import (
     cut_problem,
     distribute,
     initialize_missing,
-    local,
 )
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.random_values import drawing
 from sparseautomodel.save import consolidate
+from sparseautomodel.writes import local
 from tests.conftest import SIZES
 from tests.ranks import in_ranks
 

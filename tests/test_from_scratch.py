@@ -91,3 +91,14 @@ def test_checkpoint_in_memory_is_the_one_on_disk(name: str, tmp_path: Path) -> N
     held = as_checkpoint(model)
     assert set(held) == set(stored)
     assert all(torch.equal(held[key][...], stored[key]) for key in stored)
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, True, -3])
+def test_what_is_no_seed_is_refused(seed: object) -> None:
+    message = r"from_config\(seed=.*\): a seed is a whole number from 0 on.*Write from_config\(\.\.\., seed=\d\)"
+    with pytest.raises(ValueError, match=message):
+        SparseAutoModelForCausalLM.from_config(CONFIGS["llama"], seed=seed)
+    with pytest.raises(ValueError, match="materialize"):
+        materialize(torch.nn.Linear(2, 2), seed=seed)
+    with pytest.raises(ValueError, match="init_module"), init_module(seed=seed):
+        pass

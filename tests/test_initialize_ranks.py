@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from sparseautomodel import SparseAutoModelForCausalLM, init_module, materialize, verify
@@ -138,3 +141,86 @@ def test_without_a_seed_all_ranks_take_that_of_the_first() -> None:
         alone = nn.Linear(4, 4)
     materialize(alone)
     assert all(torch.equal(found, alone.weight) for found in _in_ranks(2, _without_a_seed))
+
+
+NAMES = {"fsdp-tp": ("fsdp", "tp"), "tp": ("tp",), "fsdp": ("fsdp",), "hsdp": ("dp_replicate", "fsdp")}
+
+
+def _over_a_mesh(rank: int, config: LlamaConfig, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
+    torch.manual_seed(rank)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with init_module(empty_weights=True, mesh=mesh, seed=3):
+        model = LlamaForCausalLM(config)
+    materialize(model)
+    shared = sum(isinstance(value, DTensor) for value in model.parameters())
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    logits = model(IDS).logits.detach()
+    return _whole(model), shared, tied, verify(model).problems, logits.full_tensor() if _is(logits) else logits
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "kind"),
+    [
+        (CONFIG, (2, 2), "fsdp-tp"),
+        (TIED, (2, 2), "fsdp-tp"),
+        (CONFIG, (1, 2), "fsdp-tp"),
+        (CONFIG, (2, 1), "fsdp-tp"),
+        (CONFIG, (1, 1), "fsdp-tp"),
+        (CONFIG, (2,), "tp"),
+        (CONFIG, (2,), "fsdp"),
+        (CONFIG, (2, 2), "hsdp"),
+    ],
+    ids=str,
+)
+def test_model_over_a_mesh_of_one_or_two_dimensions(config: LlamaConfig, sizes: tuple[int, ...], kind: str) -> None:
+    with init_module(empty_weights=True):
+        alone = LlamaForCausalLM(config)
+    expected = _whole(materialize(alone, seed=3))
+    world = math.prod(sizes)
+    for found, shared, tied, problems, logits in _in_ranks(world, _over_a_mesh, config, sizes, NAMES[kind]):
+        assert shared > 10 or world == 1
+        assert tied is config.tie_word_embeddings
+        assert problems == ()
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        torch.testing.assert_close(logits, alone(IDS).logits.detach(), rtol=1e-4, atol=1e-4)
+
+
+def _shared_by_hand(rank: int) -> tuple[dict[str, Tensor], int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    with init_module(empty_weights=True):
+        module = Blocks()
+    plan = {f"blocks.{number}.linear1": ColwiseParallel() for number in range(2)}
+    parallelize_module(
+        module, mesh["tp"], plan | {f"blocks.{number}.linear2": RowwiseParallel() for number in range(2)}
+    )
+    fully_shard(module, mesh=mesh["fsdp"])
+    materialize(module, seed=5)
+    return _whole(module), max(len(value.placements) for value in module.parameters() if isinstance(value, DTensor))
+
+
+def test_any_module_that_torch_shares_over_two_dimensions() -> None:
+    with init_module(empty_weights=True):
+        alone = Blocks()
+    expected = _whole(materialize(alone, seed=5))
+    for found, dimensions in _in_ranks(4, _shared_by_hand):
+        assert dimensions == 2
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def _wrong_meshes(rank: int) -> list[str]:
+    messages = []
+    for sizes, names in (((1, 2), None), ((2, 1), ("tp", "fsdp")), ((1, 1, 2), ("a", "b", "c")), ((2,), ("tp",))):
+        with pytest.raises(ValueError) as raised:
+            with init_module(empty_weights=True, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names)):
+                module = nn.Linear(2, 2)
+            materialize(module)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_meshes_that_cannot_be() -> None:
+    for *dimensions, plan in in_ranks(2, _wrong_meshes):
+        assert all('mesh_dim_names=("fsdp", "tp")' in message for message in dimensions)
+        assert "a Linear has no plan" in plan
+        assert "parallelize_module" in plan
