@@ -14,7 +14,7 @@ from sparseautomodel.architecture import Architecture
 from sparseautomodel.arguments import accelerator, check_device
 from sparseautomodel.checkpoint import LazyTensor, StoredTensor
 from sparseautomodel.compressed_layers import CompressedLinear
-from sparseautomodel.devices import Accelerator, MappedHost
+from sparseautomodel.devices import Accelerator, Device, MappedHost
 from sparseautomodel.mapped import MappedFiles
 from sparseautomodel.residency import Residency
 
@@ -41,11 +41,26 @@ def execution_device(kwargs: dict[str, Any]) -> torch.device:
     return device
 
 
+def home_for(device_budget: int | str | Home | None, kwargs: dict[str, Any]) -> Home | None:
+    """Where the weights of a model under this budget live; None without a budget. Several models have a budget
+    together where one of them is given its home."""
+    if device_budget is None or isinstance(device_budget, Home):
+        return device_budget
+    return Home(execution_device(kwargs), device_budget)
+
+
 class Home:
     """Where the weights of one model live while they are not on the device."""
 
-    def __init__(self, device: torch.device, budget: int | str) -> None:
-        self._device, self._budget = device, budget
+    def __init__(
+        self, device: torch.device, budget: int | str, parked: str | None = None, place: Device | None = None
+    ) -> None:
+        """
+        Args:
+            parked: nothing is brought to the device when the model is loaded, as after `Residency.park(parked)`.
+            place: what holds the weights while they are used; None: the one for `device`.
+        """
+        self._device, self.budget, self._parked, self._place = device, budget, parked, place
         self._files = MappedFiles() if device.type == "cpu" else None
 
     def tensors(
@@ -112,19 +127,22 @@ class Home:
                         value.data = self._files.keep(value.data)
                 self.rest()
 
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: Any, budget: int | str | None = None) -> Any:
         """The model under its budget: it has `model.residency`.
+
+        Args:
+            budget: another one than that of the model which this is the home of.
 
         Raises:
             ValueError: the budget is too small.
         """
         if isinstance(model, tuple):  # with the loader's info
             return self.attach(model[0]), *model[1:]
-        if self._device.type == "cpu":
+        if self._place is None and self._device.type == "cpu":
             assert self._files is not None
-            model.residency = Residency(model, MappedHost(self._files), self._budget)
-        else:
-            model.residency = Residency(model, Accelerator(self._device, self._files), self._budget)
+            self._place = MappedHost(self._files)
+        self._place = self._place or Accelerator(self._device, self._files)
+        model.residency = Residency(model, self._place, budget or self.budget, self._parked)
         return model
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SAFE = (1, 512)
+"""The shape of a call for which there must be room besides all weights, or else calls are watched."""
+
 _TILE = 1 << 22
 """Weights that a compressed layer dequantizes at a time; in all of its steps 4 bytes each."""
 _TABLES = 1 << 20
