@@ -15,9 +15,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from sparseautomodel import SparseAutoModelForCausalLM, plan
+from sparseautomodel.devices import MappedHost
 from sparseautomodel.placement import place
 from sparseautomodel.residency import Residency
 from sparseautomodel.units import find_units
+from sparseautomodel.working import WorkingMemory
 from tests.conftest import SIZES
 from tests.rigs import ClockDevice, LabelledSlots
 
@@ -141,6 +143,53 @@ def test_on_the_processor_from_files(
             assert torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)), name
         model.residency.park()
         assert torch.equal(model.generate(ids, **SETTINGS), expected)
+
+
+KERNELS = {
+    "w4a16": "int4",
+    "w8a16": "int8 weights",
+    "w8a8-dynamic": "int8 x int8",
+    "fp8-dynamic": "fp8",
+    "2of4-w4a16": "int4",
+}
+
+
+@pytest.mark.parametrize("recipe", KERNELS)
+@pytest.mark.parametrize("home", ["files", "slots"])
+def test_layouts_of_kernels_under_every_budget(
+    save_model: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch, recipe: str, home: str
+) -> None:
+    """`execution="auto"` lays weights out for the processor, in files too; they come and go as they are laid out."""
+    monkeypatch.setattr(MappedHost, "in_use", lambda self: 0)  # what else is in this process
+    folder = save_model(LlamaConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}))
+    whole = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe)
+    assert {name.startswith(KERNELS[recipe]) for name, _ in whole.load_report.kernels.values()} == {True}
+    ids, units = torch.arange(3, 9)[None], find_units(whole)
+    expected, stored = whole.generate(ids, **SETTINGS), whole.state_dict()
+    working = WorkingMemory(whole).of((1, 6))
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    for step in range(11):
+        budget = least + step * (most - least) // 10 + working
+        if home == "files":
+            given = {"device": "cpu", "device_budget": budget}
+            model = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe, **given)
+        else:
+            model = copy.deepcopy(whole)
+            model.residency = Residency(model, LabelledSlots(), budget)
+        assert torch.equal(model.generate(ids, **SETTINGS), expected), step
+        before = {unit.name: unit.copies for unit in model.residency.report().units}
+        with torch.no_grad():
+            model(ids, use_cache=False)
+        report = model.residency.report()
+        assert report.live_nbytes <= budget - working and report.live_nbytes == report.resident_nbytes + sum(
+            ring.nbytes for ring in model.residency._rings
+        )
+        states = {unit.state for unit in report.units}
+        assert (states == {"resident"}) == (step == 10) and most == sum(unit.nbytes for unit in report.units)
+        for unit in report.units:  # each streamed one once; a slot may hold what nothing else needed it for
+            assert unit.copies - before[unit.name] <= (unit.state == "streamed"), unit
+        for (name, mine), theirs in zip(model.state_dict().items(), stored.values(), strict=True):
+            assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), name
 
 
 def test_on_the_processor_changes_in_place_stay(save_model: Callable[[PreTrainedConfig], Path]) -> None:
