@@ -44,9 +44,17 @@ def execution_device(kwargs: dict[str, Any]) -> torch.device:
 def home_for(device_budget: int | str | Home | None, kwargs: dict[str, Any]) -> Home | None:
     """Where the weights of a model under this budget live; None without a budget. Several models have a budget
     together where one of them is given its home."""
-    if device_budget is None or isinstance(device_budget, Home):
-        return device_budget
-    return Home(execution_device(kwargs), device_budget)
+    if device_budget is None:
+        return None
+    home = device_budget if isinstance(device_budget, Home) else Home(execution_device(kwargs), device_budget)
+    if kwargs.get("gguf_file") is not None and home.is_on_host:
+        raise ValueError(
+            f"gguf_file={kwargs['gguf_file']!r} and device_budget on the processor: transformers dequantizes the whole "
+            "file in memory, and no budget holds while it does. Convert it where there is memory for that, "
+            "AutoModelForCausalLM.from_pretrained(path, gguf_file=...).save_pretrained(folder), then: "
+            "from_pretrained(folder, recipe='w4a16', device='cpu', device_budget=...)"
+        )
+    return home
 
 
 class Home:
@@ -62,6 +70,11 @@ class Home:
         """
         self._device, self.budget, self._parked, self._place = device, budget, parked, place
         self._files = MappedFiles() if device.type == "cpu" else None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the budget is for memory of this process, and so also while the model is loaded."""
+        return self._device.type == "cpu" and (self._place is None or not self._place.copies_values)
 
     def tensors(
         self, tensors: Mapping[str, LazyTensor], architecture: Architecture, dtype: torch.dtype

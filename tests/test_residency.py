@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from sparseautomodel.residency import Residency
 from sparseautomodel.units import find_units
 from sparseautomodel.working import WorkingMemory
 from tests.conftest import SIZES
+from tests.gguf_files import pack_gguf, write_gguf
 from tests.rigs import ClockDevice, LabelledSlots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +81,37 @@ def test_bitsandbytes_models(save_model: Callable[[PreTrainedConfig], Path], for
         whole.residency._arrange(least + share * (most - least) // 10)
         assert torch.equal(whole.generate(ids, **SETTINGS), expected), share
     assert device.copied
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("held", ["dense", "packed"])
+def test_gguf_under_every_budget(tmp_path: Path, kind: str, held: str) -> None:
+    """transformers dequantizes GGUF files of most models, and keeps the blocks of some where it has a kernel."""
+    ids, number = torch.arange(3, 9)[None], gguf.GGMLQuantizationType[kind]
+    write_gguf(tmp_path / "model.gguf", number)
+    whole = SparseAutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    whole = whole if held == "dense" else pack_gguf(whole, number)
+    assert (torch.uint8 in {value.dtype for value in whole.parameters()}) == (held == "packed")
+    with torch.no_grad():
+        expected, stored = whole(ids).logits, {name: value.clone() for name, value in whole.state_dict().items()}
+    units, working = find_units(whole), WorkingMemory(whole).of((1, 6))
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    for step in range(11):
+        model = copy.deepcopy(whole)
+        model.residency = Residency(model, LabelledSlots(), least + step * (most - least) // 10 + working)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected) and torch.equal(model(ids).logits, expected)
+        report = model.residency.report()
+        assert report.live_nbytes <= report.budget - working
+        assert ({unit.state for unit in report.units} == {"resident"}) == (step == 10)
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in stored.items())
+
+
+def test_gguf_on_the_processor_is_refused(tmp_path: Path) -> None:
+    """Its loader holds the dense model, which is what the budget is to prevent."""
+    write_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(ValueError, match=r"gguf_file='model.gguf' and device_budget on the processor.*save_pretrained"):
+        SparseAutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", device="cpu", device_budget="20MB")
 
 
 class Blocks(PreTrainedModel):
