@@ -266,6 +266,43 @@ def test_another_budget_waits_for_calls_of_other_threads(tiny_llama: Path) -> No
             assert all(result.result(timeout=60) for result in results)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", ["compiled", "under a budget"])
+@pytest.mark.parametrize("recipe", [None, pytest.param("w4a16", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:Dynamo detected")
+def test_blocks_may_be_compiled(tiny_llama: Path, backend: str, first: str, recipe: str | None) -> None:
+    """Weights come and go between compiled forwards: one graph for all blocks, and none for what brings them."""
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe=recipe, execution="compressed")
+    ids, units, working = torch.arange(3, 9)[None], find_units(model), WorkingMemory(model).of((1, 6))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    if first == "compiled":
+        _compile_blocks(model, backend)
+    device = LabelledSlots(poison_homes=True)
+    model.residency = Residency(model, device, least + working)
+    if first == "under a budget":
+        _compile_blocks(model, backend)
+    with torch.no_grad():
+        for budget in (least, least, (least + most) // 2, least, most + (1 << 24), least):
+            model.residency.set_budget(budget + working)
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+            copies = len(device.copied)
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+            assert (len(device.copied) > copies) == (budget < most)
+    counted = torch._dynamo.utils.counters
+    assert counted["stats"]["unique_graphs"] > 0
+    if recipe is None:  # what dequantizes a layer is no single graph, with a budget or without
+        assert counted["stats"]["unique_graphs"] <= 2 and not counted["graph_break"]
+
+
+def _compile_blocks(model: nn.Module, backend: str) -> None:
+    for block in model.get_submodule("model.layers"):
+        block.compile(backend=backend)
+
+
 def test_a_deep_copy_is_a_plain_model(tiny_llama: Path) -> None:
     model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, device="cpu", device_budget="20MB")
     twin = copy.deepcopy(model)
