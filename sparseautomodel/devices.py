@@ -81,16 +81,18 @@ class Accelerator:
         self.device, self._files = device, files
         self._copies = torch.Stream(device)
         self._homes: MutableMapping[Unit, Tensor] = weakref.WeakKeyDictionary()
+        self._starts: MutableMapping[int, Tensor] = weakref.WeakValueDictionary()
+        """Address of a unit's home -> it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._pins = files is None
         self.home = "file" if files else "pinned"
 
     def adopt(self, unit: Unit) -> None:
-        memory = next((one for one in self._homes.values() if unit.lies_in(one)), None)  # another model has it too
-        if memory is None:
+        memory = self._starts.get(unit.parts()[0].data_ptr())
+        if memory is None or not unit.lies_in(memory):  # else another model has it at home already
             memory = self._home_memory(unit.nbytes)
             unit.take_home(memory)
-        self._homes[unit] = memory
+        self._homes[unit] = self._starts[memory.data_ptr()] = memory
         self.drop(unit)
 
     def allocate(self, nbytes: int) -> Tensor:

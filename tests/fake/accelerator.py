@@ -27,6 +27,7 @@ class FakeAccelerator(Accelerator):
         self.device, self._files, self._pins = DEVICE, files, False
         self._base = meter.live
         self._homes: MutableMapping[Unit, Tensor] = weakref.WeakKeyDictionary()
+        self._starts: MutableMapping[int, Tensor] = weakref.WeakValueDictionary()
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.home = "file" if files else "host"
 
