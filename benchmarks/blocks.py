@@ -1,11 +1,12 @@
 """One block of a model against one plain read of its bytes, and against loading the whole model with transformers.
 
-    python benchmarks/blocks.py [FOLDER] [--block 11] [--recipe w4a16] [--runs 5]
+    python benchmarks/blocks.py [FOLDER] [--block 11] [--count 1] [--recipe w4a16] [--runs 5]
 
 FOLDER is a dense causal language model; without it random Llamas with blocks of 88 MB, 4 and 22 of them, are written to
 .cache first: the time for one block should not depend on how many there are. Each measurement is a process of its own,
 in turn; medians are printed. `seconds` is that of the first call in a process that has imported everything, memory what
-the resident set grew by from before the call to its peak, files warm.
+the resident set grew by from before the call to its peak, files warm; `file pages` of it are pages of files, which are
+shared with every other process: the code of torch that runs for the first time, and mapped checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import glob
 parts = []
 for path in sorted(glob.glob(folder + "/*.safetensors")):
     with safe_open(path, framework="pt", backend="pread") as file:
-        parts += [(path, name) for name in file.keys() if f".layers.{block}." in name]
+        parts += [(path, name) for name in file.keys() if any(f".layers.{one}." in name for one in blocks)]
 begin()
 kept = []
 for path in dict.fromkeys(path for path, _ in parts):
@@ -40,7 +41,7 @@ from sparseautomodel import load_blocks
 from transformers.models.llama import modeling_llama
 import sparseautomodel.blocks
 begin()
-stage = load_blocks(folder, range(block, block + 1), recipe or None, block_cache=cache or False)
+stage = load_blocks(folder, blocks, recipe or None, block_cache=cache or False)
 end(stage.load_report.nbytes)
 """
 
@@ -59,16 +60,17 @@ import json, sys, time, warnings
 warnings.simplefilter("ignore")
 import torch, transformers
 transformers.logging.disable_progress_bar()
-folder, block, recipe, cache = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+folder, blocks, recipe, cache = sys.argv[1], range(*map(int, sys.argv[2].split(":"))), sys.argv[3], sys.argv[4]
 def resident(key):
     return int(dict(line.split(":", 1) for line in open("/proc/self/status"))[key].split()[0]) / 1e3
 def begin():
-    global clock, before
+    global clock, before, files
     open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
-    before, clock = resident("VmRSS"), time.perf_counter()
+    before, files, clock = resident("VmRSS"), resident("RssFile"), time.perf_counter()
 def end(nbytes):
     seconds = time.perf_counter() - clock
-    print(json.dumps({{"seconds": seconds, "growth": resident("VmHWM") - before, "read": nbytes / 1e6}}))
+    growth, pages = resident("VmHWM") - before, resident("RssFile") - files
+    print(json.dumps({{"seconds": seconds, "growth": growth, "pages": pages, "read": nbytes / 1e6}}))
 {body}
 """
 
@@ -77,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--block", type=int, default=2)
+    parser.add_argument("--count", type=int, default=1, help="of blocks, from --block on")
     parser.add_argument("--recipe", default="w4a16")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
@@ -84,9 +87,10 @@ def main() -> None:
         folder, small = args.folder, args.folder
     else:
         folder, small = random_llama(Path(".cache/llama-1.1b")), random_llama(Path(".cache/llama-4-blocks"), layers=4)
+    blocks = f"{args.block}:{args.block + args.count}"
     with tempfile.TemporaryDirectory() as cache:
         kept, recipe = str(Path(cache, "kept")), args.recipe
-        measure(OURS, folder, args.block, recipe, kept)  # fills the cache of blocks
+        measure(OURS, folder, blocks, recipe, kept)  # fills the cache of blocks
         rows = {
             "plain read of the block": (PLAIN, folder, "", ""),
             "load_blocks": (OURS, folder, "", ""),
@@ -98,21 +102,23 @@ def main() -> None:
         results: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
         for _ in range(args.runs):
             for name, (body, where, asked, cached) in rows.items():
-                results[name].append(measure(body, where, args.block, asked, cached))
-    print(f"{folder}, block {args.block}, medians of {args.runs} runs")
-    print(f"{'':34}{'seconds':>9}{'min':>8}{'max':>8}{'growth MB':>11}{'read MB':>9}{'x plain read':>14}")
+                results[name].append(measure(body, where, blocks, asked, cached))
+    print(f"{folder}, blocks {blocks}, medians of {args.runs} runs")
+    titles = f"{'seconds':>9}{'min':>8}{'max':>8}{'growth MB':>11}{'file pages':>12}{'read MB':>9}{'x plain read':>14}"
+    print(f"{'':34}{titles}")
     plain = results["plain read of the block"]
     for name, runs in results.items():
         seconds = [run["seconds"] for run in runs]
         ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(runs, plain, strict=True))
-        growth, read = (statistics.median(run[key] for run in runs) for key in ("growth", "read"))
+        growth, pages, read = (statistics.median(run[key] for run in runs) for key in ("growth", "pages", "read"))
         middle = statistics.median(seconds)
-        print(f"{name:34}{middle:9.3f}{min(seconds):8.3f}{max(seconds):8.3f}{growth:11.1f}{read:9.1f}{ratio:14.2f}")
+        times = f"{middle:9.3f}{min(seconds):8.3f}{max(seconds):8.3f}"
+        print(f"{name:34}{times}{growth:11.1f}{pages:12.1f}{read:9.1f}{ratio:14.2f}")
 
 
-def measure(body: str, folder: Path, block: int, recipe: str, cache: str) -> dict[str, float]:
+def measure(body: str, folder: Path, blocks: str, recipe: str, cache: str) -> dict[str, float]:
     """Run one measurement in a process of its own."""
-    command = [sys.executable, "-c", FRAME.format(body=body), str(folder), str(block), recipe, cache]
+    command = [sys.executable, "-c", FRAME.format(body=body), str(folder), blocks, recipe, cache]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)

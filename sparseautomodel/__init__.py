@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 _HOMES = {
+    "ModelPool": "pool",
     "Recipe": "recipe",
     "load_blocks": "blocks",
     "plan": "plan",

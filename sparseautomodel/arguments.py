@@ -35,6 +35,11 @@ def check_arguments(
         raise ValueError(f"execution={execution!r} is not one of {', '.join(map(repr, EXECUTIONS))}")
     if device_budget is not None and not _is_size(device_budget):
         raise ValueError(f"device_budget={device_budget!r} must be bytes, or text such as '6GiB'")
+    if device_budget is None and "device" in kwargs:
+        raise ValueError(
+            f"device={kwargs['device']!r} goes with device_budget. Write device_map={str(kwargs['device'])!r} to have "
+            "the model there, or give device_budget='6GiB' as well"
+        )
     if recipe is not None and kwargs.get("quantization_config") is not None:
         raise ValueError("recipe and quantization_config both say how to quantize: leave one of them out")
 

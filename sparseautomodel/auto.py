@@ -27,7 +27,7 @@ from sparseautomodel.arguments import (
     is_foreign,
     read_config,
 )
-from sparseautomodel.budgeted import Home, execution_device
+from sparseautomodel.budgeted import Home, home_for
 from sparseautomodel.buffers import restore_buffers
 from sparseautomodel.checkpoint import HUB_KEYS, Checkpoint, LazyTensor, open_checkpoint
 from sparseautomodel.compressed_layers import kernels_of, settle
@@ -95,9 +95,9 @@ class SparseAutoModel:
         >>> model = SparseAutoModelForCausalLM.from_pretrained("model-folder", recipe="w4a16")  # doctest: +SKIP
         """
         started = time.perf_counter()
-        check_arguments(execution, device_budget, recipe, kwargs, model_args)
+        check_arguments(execution, getattr(device_budget, "budget", device_budget), recipe, kwargs, model_args)
         recipe = None if recipe is None else Recipe.load(recipe)
-        home = None if device_budget is None else Home(execution_device(kwargs), device_budget)
+        home = home_for(device_budget, kwargs)
         if is_for_transformers_alone(name_or_path, recipe, kwargs):
             model = cls.auto_class.from_pretrained(name_or_path, *model_args, **kwargs)  # type: ignore[attr-defined]
             return model if home is None else home.attach(model)

@@ -14,7 +14,7 @@ from sparseautomodel.architecture import Architecture
 from sparseautomodel.arguments import accelerator, check_device
 from sparseautomodel.checkpoint import LazyTensor, StoredTensor
 from sparseautomodel.compressed_layers import CompressedLinear
-from sparseautomodel.devices import Accelerator, MappedHost
+from sparseautomodel.devices import Accelerator, Device, MappedHost
 from sparseautomodel.mapped import MappedFiles
 from sparseautomodel.residency import Residency
 
@@ -41,12 +41,40 @@ def execution_device(kwargs: dict[str, Any]) -> torch.device:
     return device
 
 
+def home_for(device_budget: int | str | Home | None, kwargs: dict[str, Any]) -> Home | None:
+    """Where the weights of a model under this budget live; None without a budget. Several models have a budget
+    together where one of them is given its home."""
+    if device_budget is None:
+        return None
+    home = device_budget if isinstance(device_budget, Home) else Home(execution_device(kwargs), device_budget)
+    if kwargs.get("gguf_file") is not None and home.is_on_host:
+        raise ValueError(
+            f"gguf_file={kwargs['gguf_file']!r} and device_budget on the processor: transformers dequantizes the whole "
+            "file in memory, and no budget holds while it does. Convert it where there is memory for that, "
+            "AutoModelForCausalLM.from_pretrained(path, gguf_file=...).save_pretrained(folder), then: "
+            "from_pretrained(folder, recipe='w4a16', device='cpu', device_budget=...)"
+        )
+    return home
+
+
 class Home:
     """Where the weights of one model live while they are not on the device."""
 
-    def __init__(self, device: torch.device, budget: int | str) -> None:
-        self._device, self._budget = device, budget
+    def __init__(
+        self, device: torch.device, budget: int | str, parked: str | None = None, place: Device | None = None
+    ) -> None:
+        """
+        Args:
+            parked: nothing is brought to the device when the model is loaded, as after `Residency.park(parked)`.
+            place: what holds the weights while they are used; None: the one for `device`.
+        """
+        self._device, self.budget, self._parked, self._place = device, budget, parked, place
         self._files = MappedFiles() if device.type == "cpu" else None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the budget is for memory of this process, and so also while the model is loaded."""
+        return self._device.type == "cpu" and (self._place is None or not self._place.copies_values)
 
     def tensors(
         self, tensors: Mapping[str, LazyTensor], architecture: Architecture, dtype: torch.dtype
@@ -112,19 +140,22 @@ class Home:
                         value.data = self._files.keep(value.data)
                 self.rest()
 
-    def attach(self, model: Any) -> Any:
+    def attach(self, model: Any, budget: int | str | None = None) -> Any:
         """The model under its budget: it has `model.residency`.
+
+        Args:
+            budget: another one than that of the model which this is the home of.
 
         Raises:
             ValueError: the budget is too small.
         """
         if isinstance(model, tuple):  # with the loader's info
             return self.attach(model[0]), *model[1:]
-        if self._device.type == "cpu":
+        if self._place is None and self._device.type == "cpu":
             assert self._files is not None
-            model.residency = Residency(model, MappedHost(self._files), self._budget)
-        else:
-            model.residency = Residency(model, Accelerator(self._device, self._files), self._budget)
+            self._place = MappedHost(self._files)
+        self._place = self._place or Accelerator(self._device, self._files)
+        model.residency = Residency(model, self._place, budget or self.budget, self._parked)
         return model
 
 

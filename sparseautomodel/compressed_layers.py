@@ -151,6 +151,7 @@ class CompressedLinear(nn.Linear):
                 self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        _check_cast(fn)
         self._unsettle()
         super()._apply(_keeping_codes(self, fn), recurse)
         self._run_by(Portable)
@@ -273,6 +274,7 @@ class CompressedEmbedding(nn.Embedding):
         return values[inverse]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        _check_cast(fn)
         return super()._apply(_keeping_codes(self, fn), recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -329,6 +331,18 @@ def _rounded(module: Any, values: Any, which: str) -> Any:
         # Three dimensions: compressed-tensors takes the scale of a 2-D input over all tokens together.
         rounded = forward_quantize(module, flat.unsqueeze(0), which, args).reshape(values.shape)
     return StraightThrough.apply(values, rounded) if values.requires_grad and torch.is_grad_enabled() else rounded
+
+
+def _check_cast(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise ValueError where integers are to become other numbers: those of a compressed weight are codes."""
+    for dtype in (torch.uint8, torch.int32):
+        made = fn(torch.empty(0, dtype=dtype)).dtype
+        if made != dtype:
+            raise ValueError(
+                f"weights that are stored compressed cannot become {made}, as model.type({made}) wants of all tensors. "
+                f"Write model.to({made if made.is_floating_point else torch.bfloat16}), which leaves stored codes as "
+                "they are, or load with execution='dense'"
+            )
 
 
 def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -342,7 +342,7 @@ def refuse_empty(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         forget(module)
     elif any(not tensor.is_meta for tensor in tensors_in(args, kwargs)):
         raise ValueError(
-            f"forward of a {type(module).__name__} that was built empty: {', '.join(hollow)} have no values. "
+            f"forward of {type(module).__name__}, which was built empty: {', '.join(hollow)} have no values. "
             "Load a checkpoint into the model, or call materialize(model), before it is run"
         )
 

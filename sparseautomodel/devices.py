@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import weakref
+from collections.abc import MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -78,15 +80,19 @@ class Accelerator:
         """
         self.device, self._files = device, files
         self._copies = torch.Stream(device)
-        self._homes: dict[Unit, Tensor] = {}
+        self._homes: MutableMapping[Unit, Tensor] = weakref.WeakKeyDictionary()
+        self._starts: MutableMapping[int, Tensor] = weakref.WeakValueDictionary()
+        """Address of a unit's home -> it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._pins = files is None
         self.home = "file" if files else "pinned"
 
     def adopt(self, unit: Unit) -> None:
-        memory = self._home_memory(unit.nbytes)
-        unit.take_home(memory)
-        self._homes[unit] = memory
+        memory = self._starts.get(unit.parts()[0].data_ptr())
+        if memory is None or not unit.lies_in(memory):  # else another model has it at home already
+            memory = self._home_memory(unit.nbytes)
+            unit.take_home(memory)
+        self._homes[unit] = self._starts[memory.data_ptr()] = memory
         self.drop(unit)
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -153,9 +159,9 @@ class MappedHost:
 
     def __init__(self, files: MappedFiles) -> None:
         self.device, self._files = torch.device("cpu"), files
-        self._runs: dict[Unit, list[Run]] = {}
-        self._versions: dict[Unit, list[int]] = {}
-        self._seen: set[Unit] = set()
+        self._runs: MutableMapping[Unit, list[Run]] = weakref.WeakKeyDictionary()
+        self._versions: MutableMapping[Unit, list[int]] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakSet[Unit] = weakref.WeakSet()
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "weights")
         self._base = 0
 

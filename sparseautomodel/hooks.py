@@ -16,6 +16,7 @@ class Hook:
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
 
+    @torch.compiler.disable  # bringing weights is no computation: what is compiled is the forward between two hooks
     def __call__(self, *args: Any) -> Any:
         return self._function(*args) if self._function is not None else None
 

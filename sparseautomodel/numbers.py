@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMBERS = 1 << 20
-"""Numbers looked at at a time, so that a check needs no memory to speak of."""
+"""Numbers read at a time, so that a check needs no memory to speak of."""
+
+_AT_ONCE = 1 << 17
+"""Numbers looked at at a time: what is made of them stays in the cache of the processor, and takes no memory anew."""
 
 LIMITS = {  # dtype -> (integer view, mask of the magnitude, smallest pattern that is not finite)
     torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
@@ -53,8 +56,7 @@ def poisoned(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1).view(integer)
     if not tensor.is_floating_point():
         return tensor.numel() if int(flat[0]) == pattern and bool((flat == pattern).all()) else 0
-    pieces = (flat[at : at + CHUNK_NUMBERS] for at in range(0, len(flat), CHUNK_NUMBERS))
-    found = (piece == pattern for piece in pieces)
+    found = (piece == pattern for piece in flat.split(_AT_ONCE))
     return sum(int(held.sum()) for held in found if held.any())  # looking is several times faster than counting
 
 
@@ -64,7 +66,7 @@ def is_finite(values: Tensor) -> bool:
         return True
     integer, mask, limit = LIMITS[values.dtype]
     flat = values.detach().contiguous().view(-1).view(integer)
-    return all(int((flat[at : at + CHUNK_NUMBERS] & mask).max()) < limit for at in range(0, len(flat), CHUNK_NUMBERS))
+    return all(int((piece & mask).max()) < limit for piece in flat.split(_AT_ONCE))
 
 
 def spread(value: Tensor) -> tuple[float, float]:

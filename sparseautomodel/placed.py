@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -26,6 +27,23 @@ def set_classes(model: nn.Module, residency: Any) -> None:
             module.__class__ = cls.__base__
 
 
+def alias(model: Any, seen: Iterable[tuple[Any, Any]]) -> Any:
+    """A copy of a model in all but its weights: one storage, two objects. None where one is no plain tensor.
+
+    Args:
+        seen: what modules may hold, and the parameter or buffer of home that it stands for.
+    """
+    memo: dict[int, Any] = {}
+    for held, home in seen:
+        if type(home) not in (nn.Parameter, nn.Buffer, Tensor):
+            return None
+        if id(home) not in memo:
+            same = home.detach()
+            memo[id(home)] = nn.Parameter(same, home.requires_grad) if isinstance(home, nn.Parameter) else same
+        memo[id(held)] = memo[id(home)]
+    return copy.deepcopy(model, memo)
+
+
 def lengths_of(kwargs: Mapping[str, Any]) -> list[int]:
     """Tokens in each layer of the cache of keys and values that a call is given."""
     return [int(layer.get_seq_length()) for layer in _layers(kwargs)]
@@ -41,6 +59,15 @@ def take_back(kwargs: Mapping[str, Any], lengths: Sequence[int]) -> bool:
         if layer.is_initialized:  # keys and values may differ in length: memory can run out between them
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
     return True
+
+
+def refuse_gradients(unit: str, values: Iterable[Any]) -> None:
+    """Raise RuntimeError where the gradient of what a streamed unit is given is wanted."""
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        raise RuntimeError(
+            f"{unit} is streamed, so its weights are gone when gradients come back to it. Call the model under "
+            "torch.no_grad(), or give a device_budget that everything fits in"
+        )
 
 
 def _layers(kwargs: Mapping[str, Any]) -> list[Any]:

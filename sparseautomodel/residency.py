@@ -8,10 +8,10 @@ and copying need to know nothing of this. Where everything fits there are no hoo
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -20,27 +20,26 @@ from transformers import PreTrainedModel
 
 from sparseautomodel.devices import Device
 from sparseautomodel.hooks import Rows, WatchedParameters, around
-from sparseautomodel.placed import lengths_of, set_classes, take_back
+from sparseautomodel.placed import alias, lengths_of, refuse_gradients, set_classes, take_back
 from sparseautomodel.placement import FIXED, Placement, place
-from sparseautomodel.residency_report import ResidencyReport, UnitReport
+from sparseautomodel.residency_report import ResidencyReport, report_unit
 from sparseautomodel.save import parse_size
 from sparseautomodel.slots import Ring, Traffic, carried
 from sparseautomodel.units import LAYER, Unit, find_units
-from sparseautomodel.working import WorkingMemory, out_of_memory, shape_of
+from sparseautomodel.working import SAFE, WorkingMemory, out_of_memory, shape_of
 
 NOTHING = Placement((), (), ((), ()))
-SAFE = (1, 512)
-"""The shape of a call for which there must be room besides all weights, or else calls are watched."""
 
 
 class Residency:
     """`model.residency`: which weights are on the device now, under a budget."""
 
-    def __init__(self, model: PreTrainedModel, device: Device, budget: int | str) -> None:
+    def __init__(self, model: PreTrainedModel, device: Device, budget: int | str, parked: str | None = None) -> None:
         """Take over the weights of a model whose tensors are in host memory or in files.
 
         Args:
             budget: bytes, or text such as "6GiB": weights, slots, and what a call needs besides.
+            parked: all weights stay where they are until `set_budget`, as after `park(parked)`.
 
         Raises:
             ValueError: it is less than the largest block and a call of one token need.
@@ -51,7 +50,6 @@ class Residency:
         """Value of home, by identity -> its unit, and its number there."""
         self._modules = 0
         self._rows: dict[nn.Module, Rows] = {}
-        self._unit_of_rows: dict[nn.Module, Unit] = {}
         self._traffic: dict[Unit, Traffic] = {}
         self._resident: dict[Unit, tuple[Any, list[Any]]] = {}
         self._guests: dict[Unit, tuple[Any, list[Any]]] = {}
@@ -63,29 +61,25 @@ class Residency:
         self._working = WorkingMemory(model)
         self._placement = NOTHING
         self._room, self._parked, self._before = 0, True, 0
+        self._closed: str | None = None
+        self.neighbors: Callable[[], int] = int
+        """Bytes on the device that are the weights of other models with budgets of their own."""
         self._running: nn.Module | None = None
         self._shape: tuple[int, ...] = ()
         self._adopt(find_units(model))
-        self.set_budget(budget)
+        if parked is None:
+            self.set_budget(budget)
+        else:
+            self._check(budget)
+            self.park(parked)
 
     def report(self) -> ResidencyReport:
         """What is on the device, and what has come and gone since the model was loaded."""
-        units = [
-            UnitReport(
-                unit.name,
-                unit.kind,
-                unit.nbytes,
-                "resident" if unit in self._resident else "streamed" if unit.streamable else "rows",
-                *astuple(self._traffic[unit]),
-            )
-            for unit in self._units
-        ]
-        resident = sum(unit.nbytes for unit in [*self._resident, *self._guests])
+        units = [report_unit(unit, unit in self._resident, self._traffic[unit]) for unit in self._units]
         staging = sum(ring.nbytes for ring in self._rings)
-        expected = self._working.of((1, 1))
-        return ResidencyReport(
-            str(self._device.device), self._device.home, self._budget, resident, staging, expected, tuple(units)
-        )
+        resident, expected = self.live_nbytes - staging, self._working.of((1, 1))
+        place = str(self._device.device), self._device.home, self._budget
+        return ResidencyReport(*place, resident, staging, expected, tuple(units))
 
     def set_budget(self, budget: int | str) -> None:
         """Hold another budget from now on. Between calls; only the difference is moved.
@@ -93,30 +87,63 @@ class Residency:
         Raises:
             ValueError: it is less than the largest block and a call of one token need. The old budget stays.
         """
-        nbytes, working = parse_size(budget), self._working.of((1, 1))
-        least = place(self._units, -1)
-        if nbytes < least.nbytes + working:
-            largest = max(self._units, key=lambda unit: unit.nbytes if unit.streamable else 0)
-            raise ValueError(
-                f"device_budget={budget!r} is {nbytes:,} bytes, and {type(self._model).__name__} needs at least "
-                f"{least.nbytes + working:,}: {largest.name} with {largest.nbytes:,}, what is always there, and "
-                f"{working:,} to work with. Give at least device_budget={least.nbytes + working}"
-            )
+        nbytes = self._check(budget)
         with self._lock:  # waits for a call that another thread is in
-            self._budget, self._parked = nbytes, False
-            self._arrange(nbytes - working - self._held())
+            self._budget, self._parked, self._closed = nbytes, False, None
+            self._arrange(nbytes - self._working.of((1, 1)) - self._held())
 
-    def park(self) -> None:
-        """Take all weights off the device. The next call, or `set_budget`, brings them back."""
+    def park(self, reason: str | None = None) -> None:
+        """Take all weights off the device. The next call, or `set_budget`, brings them back.
+
+        Args:
+            reason: why a call does not: until `set_budget`, a call is a RuntimeError that says it.
+        """
         with self._lock:
             self._reset()
             self._arrange(-1, Placement((), tuple(self._units), ((), ())))
-            self._parked = True
+            self._parked, self._closed = True, reason
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A deep copy of the model is a plain model in host memory."""
+    def detach(self) -> None:
+        """Take all weights off the device for good: the model is a plain one in host memory, without residency."""
+        with self._lock:
+            self.park()
+            self._unhook()
+            set_classes(self._model, None)
+            for module in self._model.modules():
+                vars(module).pop("residency", None)
+
+    def twin(self) -> PreTrainedModel | None:
+        """Another object of the model, plain and in host memory, over the same weights of home; None where a tensor is
+        more than its values, such as those of bitsandbytes."""
+        with self._lock:
+            seen = [(home, home) for home in (value.home for unit in self._units for value in unit.values)]
+            for unit, built in self._shown.items():
+                seen += zip(built, (value.home for value in unit.values), strict=True)
+            return alias(self._model, seen)
+
+    @property
+    def least_nbytes(self) -> int:
+        """The smallest budget there is."""
+        return place(self._units, -1).nbytes + self._working.of((1, 1))
+
+    @property
+    def whole_nbytes(self) -> int:
+        """The smallest budget under which nothing is streamed."""
+        return max(place(self._units, sys.maxsize).nbytes + self._working.of(SAFE), self.least_nbytes)
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of weights on the device, and of slots for them."""
+        there: list[Unit | Ring] = [*self._resident, *self._guests, *self._rings]
+        return sum(one.nbytes for one in there)
+
+    @property
+    def homes(self) -> dict[int, int]:
+        """Address of each tensor of home -> its bytes."""
+        return {part.data_ptr(): part.nbytes for unit in self._units for part in unit.parts()}
 
     def __reduce__(self) -> Any:
+        """A deep copy of the model is a plain model in host memory."""
         return type(None), ()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,24 +158,19 @@ class Residency:
             args = tuple(self._moved(value) for value in args)
             kwargs = {name: self._moved(value) for name, value in kwargs.items()}
             lengths = lengths_of(kwargs)
-            try:
-                return forward(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)
-                reason = str(error)
-            self._reset()
-            if not take_back(kwargs, lengths):
-                raise out_of_memory(
-                    self._device.device, self._budget, f"The cache cannot be taken back to call again. {reason}"
-                )
-            try:
-                self._arrange(-1)
-                self._room = -1  # as little as possible, until the call is over
-                return forward(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)
-                reason = str(error)
-            self._reset()
+            for again in (False, True):
+                try:
+                    if again:
+                        self._arrange(-1)
+                        self._room = -1  # as little as possible, until the call is over
+                    return forward(*args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    traceback.clear_frames(error.__traceback__)
+                    reason = str(error)
+                self._reset()
+                if not again and not take_back(kwargs, lengths):
+                    reason = f"The cache cannot be taken back to call again. {reason}"
+                    break
             raise out_of_memory(self._device.device, self._budget, reason)
 
     def _adopt(self, units: list[Unit]) -> None:
@@ -159,14 +181,22 @@ class Residency:
             self._where |= {id(value.home): (unit, number) for number, value in enumerate(unit.values)}
         self._modules = sum(1 for _ in self._model.modules())
 
+    def _check(self, budget: int | str) -> int:
+        """A budget in bytes, of which there are enough."""
+        nbytes, least = parse_size(budget), self.least_nbytes
+        if nbytes < least:
+            largest = max(self._units, key=lambda unit: unit.nbytes if unit.streamable else 0)
+            raise ValueError(
+                f"device_budget={budget!r} is {nbytes:,} bytes, and {type(self._model).__name__} needs at least "
+                f"{least:,}: {largest.name} with {largest.nbytes:,}, what is always there, and "
+                f"{self._working.of((1, 1)):,} to work with. Give at least device_budget={least}"
+            )
+        return nbytes
+
     def _held(self) -> int:
         """Bytes in use by others than the weights: caches of keys and values, the user's tensors."""
-        mine = self._live() if self._device.copies_values else 0
+        mine = self.live_nbytes + self.neighbors() if self._device.copies_values else 0
         return max(0, self._device.in_use() - mine)
-
-    def _live(self) -> int:
-        units = sum(unit.nbytes for unit in [*self._resident, *self._guests])
-        return units + sum(ring.nbytes for ring in self._rings)
 
     def _arrange(self, room: int, placement: Placement | None = None) -> None:
         """Let units stay, and slots be, as is best within `room` bytes. What is given up goes first.
@@ -198,9 +228,8 @@ class Residency:
             self._hook()
 
     def _fill(self, placement: Placement) -> None:
-        for unit in placement.resident:
-            if unit not in self._resident:
-                self._resident[unit] = self._bring(unit)
+        for unit in [unit for unit in placement.resident if unit not in self._resident]:
+            self._resident[unit] = self._bring(unit)
         if not self._rings:
             for level, sizes in enumerate(placement.slots):
                 whole = [unit for unit in placement.streamed if unit.streamable and unit.level == level]
@@ -226,10 +255,9 @@ class Residency:
             set_classes(self._model, None)
             return
         for unit in self._units:
+            enter, leave = functools.partial(self._enter, unit), functools.partial(self._leave, unit)
             for module in unit.carriers:
-                self._hooks += around(
-                    module, functools.partial(self._enter, unit), functools.partial(self._leave, unit)
-                )
+                self._hooks += around(module, enter, leave)
             for module in unit.gathered:
                 self._hook_rows(unit, module)
         for module in self._model.modules():
@@ -254,12 +282,9 @@ class Residency:
             leave = functools.partial(self._leave, unit) if whole else lambda *_: self._drop_rows(unit)
             self._hooks += around(module, enter, leave)
             return
-        rows = Rows(module, self._device.device, functools.partial(self._count_rows, unit))
-        self._rows[module], self._unit_of_rows[module] = rows, unit
+        rows = Rows(module, self._device.device, self._traffic[unit].add_rows)
+        self._rows[module] = rows
         self._hooks += around(module, lambda module, args, kwargs: rows.enter(args, kwargs), lambda *_: rows.leave())
-
-    def _count_rows(self, unit: Unit, nbytes: int) -> None:
-        self._traffic[unit].nbytes += nbytes
 
     def _drop_rows(self, unit: Unit) -> None:
         if unit not in carried(self._rings):
@@ -293,7 +318,7 @@ class Residency:
             self._show(unit, self._resident[unit][1])
             return
         if self._device.copies_values and torch.is_grad_enabled():
-            _refuse_gradients(unit, [*args, *kwargs.values()])
+            refuse_gradients(unit.name, [*args, *kwargs.values()])
         self._show(unit, self._rings[unit.level].enter(unit))
 
     def _leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -334,6 +359,8 @@ class Residency:
             self._reset()  # an earlier call was broken off
         self._find_adapters()
         self._shape = shape_of(args, kwargs)
+        if self._closed is not None:
+            raise RuntimeError(self._closed)
         if self._parked:
             self.set_budget(self._budget)
         if self._room >= 0:
@@ -370,11 +397,3 @@ class Residency:
 
     def _moved(self, value: Any) -> Any:
         return value.to(self._device.device) if isinstance(value, Tensor) else value
-
-
-def _refuse_gradients(unit: Unit, values: list[Any]) -> None:
-    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
-        raise RuntimeError(
-            f"{unit.name} is streamed, so its weights are gone when gradients come back to it. Call the model under "
-            "torch.no_grad(), or give a device_budget that everything fits in"
-        )

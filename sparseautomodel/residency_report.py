@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from sparseautomodel.plan import size_text
+from sparseautomodel.slots import Traffic
+from sparseautomodel.units import Unit
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class UnitReport:
     """Rows of embeddings with them."""
     stalled_seconds: float
     """How long forwards waited for it."""
+
+
+def report_unit(unit: Unit, is_resident: bool, traffic: Traffic) -> UnitReport:
+    state = "resident" if is_resident else "streamed" if unit.streamable else "rows"
+    return UnitReport(unit.name, unit.kind, unit.nbytes, state, *astuple(traffic))
 
 
 @dataclass(frozen=True)

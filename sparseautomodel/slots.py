@@ -42,6 +42,9 @@ class Traffic:
     def add(self, nbytes: int) -> None:
         self.copies, self.nbytes = self.copies + 1, self.nbytes + nbytes
 
+    def add_rows(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
 
 class Ring:
     """The slots of one level, and the order in which its units have been running."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.generic import ModelOutput
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+from transformers.utils.generic import ModelOutput, TransformersKwargs
 
 from sparseautomodel.forwards import first_tensor
+from sparseautomodel.hooks import Hook
 from sparseautomodel.report import LoadReport
 from sparseautomodel.stack import Stack
 
@@ -117,6 +120,7 @@ class Stage:
         >>> cache = DynamicCache(config=stage.config)  # doctest: +SKIP
         >>> hidden = stage(hidden, past_key_values=cache)  # doctest: +SKIP
         """
+        self._check_names(kwargs)
         output = self.run(hidden_states, position_ids, past_key_values, **kwargs)
         if isinstance(output, Tensor):
             return output
@@ -127,12 +131,8 @@ class Stage:
         self, hidden_states: Tensor, position_ids: Tensor | None = None, past_key_values: Any = None, **kwargs: Any
     ) -> Tensor | ModelOutput:
         """As a call, but the last stage returns all that its model returns."""
+        self._check_input(hidden_states)
         ids = not hidden_states.is_floating_point()
-        if ids and not self.is_first:
-            raise ValueError(
-                f"the stage of blocks {self.blocks.start} to {self.blocks.stop - 1} takes hidden states, and was given "
-                f"{hidden_states.dtype}: input_ids go to the stage of block 0"
-            )
         kwargs["input_ids" if ids else "inputs_embeds"] = hidden_states
         takes = inspect.signature(self.model.forward).parameters
         if position_ids is not None:
@@ -146,6 +146,15 @@ class Stage:
             return self.model(**kwargs)
         except _Passed as passed:
             return passed.hidden
+        except RuntimeError as error:
+            own = self.model.get_submodule(self._stack.name).parameters()
+            dtype = next((one.dtype for one in own if one.is_floating_point() and one.dtype.itemsize > 1), None)
+            if ids or dtype in (None, hidden_states.dtype):
+                raise
+            raise ValueError(
+                f"{self._label} is in {dtype}, and was given hidden_states of {hidden_states.dtype}. Write "
+                f"stage(hidden_states.to({dtype})), or load_blocks(..., dtype={hidden_states.dtype})"
+            ) from error
         finally:
             self._given.hidden = None
 
@@ -166,6 +175,48 @@ class Stage:
         name, blocks = type(self.model).__name__, self.blocks
         return f"Stage({name}, blocks {blocks.start} to {blocks.stop - 1} of {self._stack.count}, {self.nbytes} bytes)"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        """A stage with weights of its own, that loads from the same place."""
+        part = replace(self._part, model=copy.deepcopy(self.model, memo))
+        return Stage(part, self._stack, self._full_config, self._load)
+
+    @property
+    def _label(self) -> str:
+        return f"the stage of blocks {self.blocks.start} to {self.blocks.stop - 1}"
+
+    def _check_input(self, hidden_states: Any) -> None:
+        if not isinstance(hidden_states, Tensor):
+            raise ValueError(f"{self._label} was given a {type(hidden_states).__name__}: it takes a tensor")
+        shape = tuple(hidden_states.shape)
+        if not hidden_states.is_floating_point():
+            if not self.is_first:
+                raise ValueError(
+                    f"{self._label} takes hidden states, and was given {hidden_states.dtype}: input_ids go to the "
+                    "stage of block 0"
+                )
+            if len(shape) != 2:
+                raise ValueError(f"{self._label} takes input_ids [batch, positions], and was given {list(shape)}")
+            return
+        width = self.config.get_text_config().hidden_size
+        if self.is_first:  # some models have embeddings of another width than their blocks
+            width = getattr(self.model.get_input_embeddings(), "embedding_dim", width)
+        if len(shape) != 3 or shape[-1] != width:
+            raise ValueError(
+                f"{self._label} takes hidden_states [batch, positions, {width}], and was given {list(shape)}"
+            )
+
+    def _check_names(self, kwargs: Mapping[str, Any]) -> None:
+        """Models of transformers ignore what they do not know."""
+        known = {"return_dict", *TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__}
+        for module in (self.model, self.model.base_model):
+            named = inspect.signature(module.forward).parameters.values()
+            known |= {one.name for one in named if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                text = f"Write {near[0]}=..." if near else f"Those there are: {', '.join(sorted(known))}"
+                raise ValueError(f"{self._label} knows no argument {name!r}. {text}")
+
     def _take(self, part: Part) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -173,9 +224,9 @@ class Stage:
         own: Any = part.model.get_submodule(self._stack.name)
         self._hooks = []
         if not self.is_first:
-            self._hooks.append(own[0].register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(own[0].register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
         if not self.is_last:
-            self._hooks.append(own[-1].register_forward_hook(self._leave))
+            self._hooks.append(own[-1].register_forward_hook(Hook(self._leave)))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What models do to embeddings before the first block has been done in the first stage."""
@@ -225,7 +276,7 @@ def chain(stages: Sequence[Stage]) -> PreTrainedModel:
     >>> model = chain([load_blocks(path, range(0, 15)), load_blocks(path, range(15, 30))])  # doctest: +SKIP
     >>> model.generate(ids, max_new_tokens=8)  # doctest: +SKIP
     """
-    stages = tuple(stages)
+    stages = tuple(stages) if isinstance(stages, Iterable) else (stages,)
     _check_whole(stages)
     first = stages[0]
     model_class: Any = type(first.model)
@@ -271,6 +322,12 @@ def chain(stages: Sequence[Stage]) -> PreTrainedModel:
 
 
 def _check_whole(stages: Sequence[Stage]) -> None:
+    others = [type(one).__name__ for one in stages if not isinstance(one, Stage)]
+    if others:
+        raise ValueError(
+            f"chain takes stages of load_blocks, and was given {', '.join(others)}. Write "
+            "chain([load_blocks(path, range(0, 15)), load_blocks(path, range(15, 30))])"
+        )
     ends = [0, *(stage.blocks.stop for stage in stages)]
     if not stages or ends[:-1] != [stage.blocks.start for stage in stages] or not stages[-1].is_last:
         given = ", ".join(f"{stage.blocks.start}:{stage.blocks.stop}" for stage in stages)

@@ -69,6 +69,13 @@ class Unit:
             offset += _aligned(part.nbytes)
         return views
 
+    def lies_in(self, memory: torch.Tensor) -> bool:
+        """Whether its tensors are in `memory` already, as `take_home` would put them there."""
+        if memory.nbytes < self.nbytes or not self.nbytes:
+            return False
+        views = zip(self.cut(memory), self.parts(), strict=True)
+        return all(view.data_ptr() == part.data_ptr() for view, part in views if part.numel())
+
     def take_home(self, memory: torch.Tensor) -> None:
         """Let its tensors live in `memory` from now on; those of the model stay the same objects."""
         views = self.cut(memory)

@@ -82,8 +82,16 @@ def verify(model_or_path: Any, against: str | os.PathLike[str] | None = None, **
             `device` of all its tensors, and an `optimizer`, which must hold its parameters and none without values,
             and `after_each`, which is called after each tensor that was looked at.
 
+    Raises:
+        ValueError: it is neither a model nor a path. What is wrong with a checkpoint is in the verdict.
+
     >>> verify("compressed-folder", against="dense-folder").raise_for_problems()  # doctest: +SKIP
     """
+    if not isinstance(model_or_path, (nn.Module, str, os.PathLike)):
+        raise ValueError(
+            f"verify takes a model, or the folder or name of a checkpoint, and was given {model_or_path!r}. Write "
+            "verify(model) or verify('folder')"
+        )
     with torch_threads(1, torch.get_num_threads()), torch.no_grad():  # the operations are many and small
         if isinstance(model_or_path, nn.Module):
             return _verify_model(model_or_path, **kwargs)

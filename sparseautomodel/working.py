@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SAFE = (1, 512)
+"""The shape of a call for which there must be room besides all weights, or else calls are watched."""
+
 _TILE = 1 << 22
 """Weights that a compressed layer dequantizes at a time; in all of its steps 4 bytes each."""
+_GGUF_TILE = 64 << 20
+"""The same of the layers of transformers that hold blocks of GGUF (`DEQUANT_CHUNK_ELEMS` there)."""
 _TABLES = 1 << 20
 """Of small tables that are made once."""
 
@@ -59,9 +64,14 @@ def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _scratch(model: nn.Module) -> int:
     """What a layer that is stored compressed needs to be dequantized, a tile at a time."""
-    layers = [layer for layer in model.modules() if getattr(layer, "quantization_scheme", None) is not None]
-    sizes = [getattr(layer, "in_features", 0) * getattr(layer, "out_features", 0) for layer in layers]
-    return 4 * min(_TILE, max(sizes)) + _TABLES if _TILE and sizes else 0
+    most = {"quantization_scheme": _TILE, "ggml_type": _GGUF_TILE}
+    sizes = [
+        min(tile, getattr(layer, "in_features", 0) * getattr(layer, "out_features", 0))
+        for layer in model.modules()
+        for mark, tile in most.items()
+        if getattr(layer, mark, None) is not None
+    ]
+    return 4 * max(sizes) + _TABLES if _TILE and sizes else 0
 
 
 def out_of_memory(device: torch.device, budget: int, reason: str) -> torch.OutOfMemoryError:

@@ -313,6 +313,7 @@ def test_ignore_mismatched_sizes(copied: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"execution": "fast"}, r"execution='fast' is not one of 'auto', 'compressed', 'dense'"),
+    ({"device": "cpu"}, r"device='cpu' goes with device_budget. Write device_map='cpu'"),
     ({"device_budget": "much"}, "device_budget='much' must be bytes"),
     ({"device_budget": -1}, "device_budget=-1 must be bytes"),
     ({"recipe": "w4a16", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "both say how to quantize"),

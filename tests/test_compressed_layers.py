@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from sparseautomodel import compressed_layers
+from sparseautomodel import SparseAutoModelForCausalLM, compressed_layers
 from sparseautomodel.compressed_layers import CompressedEmbedding, CompressedLinear, compressed
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.kernels import base
@@ -325,3 +326,20 @@ def test_the_global_scale_of_inputs_stays_as_it_is() -> None:
     module = compressed(linear(48, 32), scheme, parts, BF16)
     assert parts["input_global_scale"] == ((1,), torch.float32)
     assert module.half().input_global_scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_codes_are_not_cast(tiny_llama: Path, name: str) -> None:
+    """`type` casts every tensor, codes too, which `to` and `half` leave alone."""
+    recipe = [
+        {"QuantizationModifier": {"targets": ["lm_head", "model.embed_tokens"], "scheme": "W4A16", "group_size": 32}}
+    ]
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe=recipe)
+    module = next(module for path, module in model.named_modules() if path.endswith(name))
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"cannot become torch.float16, as model.type.*Write model.to\(torch.float16\)"
+    ):
+        module.type(torch.float16)
+    assert all(torch.equal(module.state_dict()[key], value) for key, value in before.items())
+    assert module.to(torch.float16).dtype == torch.float16

@@ -169,7 +169,9 @@ def test_module_can_be_copied_and_pickled() -> None:
 def test_forward_without_values_is_refused() -> None:
     with init_module(empty_weights=True):
         module = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"forward of a Embedding .* weight have no values.*materialize\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"forward of Embedding, which was built empty.* weight have no values.*materialize\(model\)"
+    ):
         module(torch.tensor([1]))
     assert module(torch.tensor([1], device="meta")).is_meta  # shapes may be asked for
     module.load_state_dict(nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2)).state_dict(), assign=True)

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "sparseautomodel"
 ROWS = (
     ("__init__", "__main__"),
     ("console",),
-    ("execution",),
+    ("execution", "pool"),
     ("auto", "oneshot", "inspection", "report_page", "blocks"),
     ("budgeted",),
     ("residency",),
@@ -87,7 +87,7 @@ FOLDERS = ("formats", "kernels", "modifiers")
 PUBLIC = {
     "SparseAutoModel",
     *(f"Sparse{name}" for name in dir(transformers) if name.startswith("AutoModelFor")),
-    *("Recipe", "load_blocks", "init_module", "materialize", "oneshot", "plan", "verify"),
+    *("ModelPool", "Recipe", "load_blocks", "init_module", "materialize", "oneshot", "plan", "verify"),
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

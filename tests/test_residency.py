@@ -9,16 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from sparseautomodel import SparseAutoModelForCausalLM, plan
+from sparseautomodel.devices import MappedHost
 from sparseautomodel.placement import place
 from sparseautomodel.residency import Residency
 from sparseautomodel.units import find_units
+from sparseautomodel.working import WorkingMemory
 from tests.conftest import SIZES
+from tests.gguf_files import pack_gguf, write_gguf
 from tests.rigs import ClockDevice, LabelledSlots
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +81,37 @@ def test_bitsandbytes_models(save_model: Callable[[PreTrainedConfig], Path], for
         whole.residency._arrange(least + share * (most - least) // 10)
         assert torch.equal(whole.generate(ids, **SETTINGS), expected), share
     assert device.copied
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("held", ["dense", "packed"])
+def test_gguf_under_every_budget(tmp_path: Path, kind: str, held: str) -> None:
+    """transformers dequantizes GGUF files of most models, and keeps the blocks of some where it has a kernel."""
+    ids, number = torch.arange(3, 9)[None], gguf.GGMLQuantizationType[kind]
+    write_gguf(tmp_path / "model.gguf", number)
+    whole = SparseAutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    whole = whole if held == "dense" else pack_gguf(whole, number)
+    assert (torch.uint8 in {value.dtype for value in whole.parameters()}) == (held == "packed")
+    with torch.no_grad():
+        expected, stored = whole(ids).logits, {name: value.clone() for name, value in whole.state_dict().items()}
+    units, working = find_units(whole), WorkingMemory(whole).of((1, 6))
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    for step in range(11):
+        model = copy.deepcopy(whole)
+        model.residency = Residency(model, LabelledSlots(), least + step * (most - least) // 10 + working)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected) and torch.equal(model(ids).logits, expected)
+        report = model.residency.report()
+        assert report.live_nbytes <= report.budget - working
+        assert ({unit.state for unit in report.units} == {"resident"}) == (step == 10)
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in stored.items())
+
+
+def test_gguf_on_the_processor_is_refused(tmp_path: Path) -> None:
+    """Its loader holds the dense model, which is what the budget is to prevent."""
+    write_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(ValueError, match=r"gguf_file='model.gguf' and device_budget on the processor.*save_pretrained"):
+        SparseAutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", device="cpu", device_budget="20MB")
 
 
 class Blocks(PreTrainedModel):
@@ -143,6 +178,53 @@ def test_on_the_processor_from_files(
         assert torch.equal(model.generate(ids, **SETTINGS), expected)
 
 
+KERNELS = {
+    "w4a16": "int4",
+    "w8a16": "int8 weights",
+    "w8a8-dynamic": "int8 x int8",
+    "fp8-dynamic": "fp8",
+    "2of4-w4a16": "int4",
+}
+
+
+@pytest.mark.parametrize("recipe", KERNELS)
+@pytest.mark.parametrize("home", ["files", "slots"])
+def test_layouts_of_kernels_under_every_budget(
+    save_model: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch, recipe: str, home: str
+) -> None:
+    """`execution="auto"` lays weights out for the processor, in files too; they come and go as they are laid out."""
+    monkeypatch.setattr(MappedHost, "in_use", lambda self: 0)  # what else is in this process
+    folder = save_model(LlamaConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}))
+    whole = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe)
+    assert {name.startswith(KERNELS[recipe]) for name, _ in whole.load_report.kernels.values()} == {True}
+    ids, units = torch.arange(3, 9)[None], find_units(whole)
+    expected, stored = whole.generate(ids, **SETTINGS), whole.state_dict()
+    working = WorkingMemory(whole).of((1, 6))
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    for step in range(11):
+        budget = least + step * (most - least) // 10 + working
+        if home == "files":
+            given = {"device": "cpu", "device_budget": budget}
+            model = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe, **given)
+        else:
+            model = copy.deepcopy(whole)
+            model.residency = Residency(model, LabelledSlots(), budget)
+        assert torch.equal(model.generate(ids, **SETTINGS), expected), step
+        before = {unit.name: unit.copies for unit in model.residency.report().units}
+        with torch.no_grad():
+            model(ids, use_cache=False)
+        report = model.residency.report()
+        assert report.live_nbytes <= budget - working and report.live_nbytes == report.resident_nbytes + sum(
+            ring.nbytes for ring in model.residency._rings
+        )
+        states = {unit.state for unit in report.units}
+        assert (states == {"resident"}) == (step == 10) and most == sum(unit.nbytes for unit in report.units)
+        for unit in report.units:  # each streamed one once; a slot may hold what nothing else needed it for
+            assert unit.copies - before[unit.name] <= (unit.state == "streamed"), unit
+        for (name, mine), theirs in zip(model.state_dict().items(), stored.values(), strict=True):
+            assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), name
+
+
 def test_on_the_processor_changes_in_place_stay(save_model: Callable[[PreTrainedConfig], Path]) -> None:
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
@@ -182,6 +264,43 @@ def test_another_budget_waits_for_calls_of_other_threads(tiny_llama: Path) -> No
                 number += 1
                 model.residency.park() if number % 2 else model.residency.set_budget(1_000_000 + number)
             assert all(result.result(timeout=60) for result in results)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", ["compiled", "under a budget"])
+@pytest.mark.parametrize("recipe", [None, pytest.param("w4a16", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:Dynamo detected")
+def test_blocks_may_be_compiled(tiny_llama: Path, backend: str, first: str, recipe: str | None) -> None:
+    """Weights come and go between compiled forwards: one graph for all blocks, and none for what brings them."""
+    model = SparseAutoModelForCausalLM.from_pretrained(tiny_llama, recipe=recipe, execution="compressed")
+    ids, units, working = torch.arange(3, 9)[None], find_units(model), WorkingMemory(model).of((1, 6))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    if first == "compiled":
+        _compile_blocks(model, backend)
+    device = LabelledSlots(poison_homes=True)
+    model.residency = Residency(model, device, least + working)
+    if first == "under a budget":
+        _compile_blocks(model, backend)
+    with torch.no_grad():
+        for budget in (least, least, (least + most) // 2, least, most + (1 << 24), least):
+            model.residency.set_budget(budget + working)
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+            copies = len(device.copied)
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+            assert (len(device.copied) > copies) == (budget < most)
+    counted = torch._dynamo.utils.counters
+    assert counted["stats"]["unique_graphs"] > 0
+    if recipe is None:  # what dequantizes a layer is no single graph, with a budget or without
+        assert counted["stats"]["unique_graphs"] <= 2 and not counted["graph_break"]
+
+
+def _compile_blocks(model: nn.Module, backend: str) -> None:
+    for block in model.get_submodule("model.layers"):
+        block.compile(backend=backend)
 
 
 def test_a_deep_copy_is_a_plain_model(tiny_llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -227,3 +228,47 @@ def test_a_cache_of_one_stage_is_not_one_of_another(tiny_llama: Path) -> None:
     hidden = first(torch.arange(5)[None], past_key_values=cache)
     with pytest.raises(ValueError, match="each stage needs a cache of its own"):
         last(hidden, past_key_values=cache)
+
+
+def test_what_a_stage_cannot_take(tiny_llama: Path) -> None:
+    first, last = load_blocks(tiny_llama, range(0, 1)), load_blocks(tiny_llama, range(1, 2))
+    hidden = torch.randn(1, 5, 64, dtype=torch.bfloat16)
+    wrong = {
+        r"takes hidden_states \[batch, positions, 64\], and was given \[1, 5, 1\]": lambda: last(hidden[..., :1]),
+        r"and was given \[1, 5, 32\]": lambda: last(hidden[..., :32]),
+        r"and was given \[5, 64\]": lambda: last(hidden[0]),
+        r"blocks 0 to 0 takes hidden_states .*given \[1, 5, 63\]": lambda: first(hidden[..., :63]),
+        r"takes input_ids \[batch, positions\], and was given \[3\]": lambda: first(torch.arange(3)),
+        r"blocks 1 to 1 takes hidden states, and was given torch.int64: input_ids go to the": lambda: last(
+            torch.arange(3)[None]
+        ),
+        "was given a list: it takes a tensor": lambda: last([1, 2]),
+        r"is in torch.bfloat16, and was given hidden_states of torch.float32.*stage\(hidden_states.to": lambda: last(
+            hidden.float()
+        ),
+        "knows no argument 'atention_mask'. Write attention_mask=": lambda: last(hidden, atention_mask=None),
+        "knows no argument 'zzz'. Those there are: attention_mask": lambda: last(hidden, zzz=1),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert last(hidden, output_attentions=False).shape == (1, 5, 256)
+
+
+@pytest.mark.parametrize(("given", "name"), [([5], "int"), (5, "int"), ([torch.nn.Linear(2, 2)], "Linear")])
+def test_a_chain_is_of_stages(given: object, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"chain takes stages of load_blocks, and was given {name}. Write chain\("):
+        chain(given)  # type: ignore[arg-type]
+
+
+def test_deep_copy_of_a_stage_is_a_stage_of_its_own(folder_of: Callable[[str], Path]) -> None:
+    stage = load_blocks(folder_of("llama"), range(1, 2))
+    twin, hidden = copy.deepcopy(stage), torch.randn(1, 5, 32)
+    with torch.no_grad():
+        expected = stage(hidden)
+        assert torch.equal(twin(hidden), expected)
+        next(twin.model.parameters()).add_(1)
+        twin.move(range(2, 3))
+        assert twin.blocks == range(2, 3) and stage.blocks == range(1, 2)
+        assert torch.equal(stage(hidden), expected) and not torch.equal(twin(hidden), expected)
+        assert torch.equal(twin(hidden), load_blocks(folder_of("llama"), range(2, 3))(hidden))

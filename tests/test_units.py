@@ -43,3 +43,14 @@ def test_values_live_in_one_run_of_memory() -> None:
     assert all(torch.equal(part, old) for part, old in zip(unit.parts(), before, strict=True))
     memory.zero_()
     assert all(not part.any() for part in unit.parts())
+
+
+def test_a_unit_lies_in_the_memory_that_was_its_home() -> None:
+    """Also a twin's, over the same tensors, but no other of the same sizes."""
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    (unit,), (foreign,) = find_units(model), find_units(other)
+    memory = torch.empty(unit.nbytes, dtype=torch.uint8)
+    assert not unit.lies_in(memory)
+    unit.take_home(memory)
+    assert unit.lies_in(memory) and find_units(model)[0].lies_in(memory)
+    assert not foreign.lies_in(memory) and not unit.lies_in(memory[: unit.nbytes // 2])

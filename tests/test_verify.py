@@ -318,3 +318,9 @@ def test_damaged_file_is_a_problem(broken: Broken) -> None:
     folder = broken("w4a16")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     assert "model.safetensors cannot be read" in _problems(verify(folder))
+
+
+@pytest.mark.parametrize("given", [5, None, {}])
+def test_what_is_neither_a_model_nor_a_path(given: object) -> None:
+    with pytest.raises(ValueError, match=r"verify takes a model, or the folder.*was given .*Write verify\(model\)"):
+        verify(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ class FakeAccelerator(Accelerator):
         self._weights_only = weights_only
         self.device, self._files, self._pins = DEVICE, files, False
         self._base = meter.live
-        self._homes: dict[Unit, Tensor] = {}
+        self._homes: MutableMapping[Unit, Tensor] = weakref.WeakKeyDictionary()
+        self._starts: MutableMapping[int, Tensor] = weakref.WeakValueDictionary()
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.home = "file" if files else "host"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import gguf
 import pytest
 import torch
 import transformers
@@ -21,6 +22,7 @@ from sparseautomodel.residency import Residency
 from sparseautomodel.units import find_units
 from tests.fake.accelerator import FakeAccelerator
 from tests.fake.device import DEVICE, NAME, meter
+from tests.gguf_files import pack_gguf, write_gguf
 
 SIZES = {
     "vocab_size": 64,
@@ -131,6 +133,31 @@ def test_tokens_are_equal_under_every_budget(
         gc.collect()
         assert meter.live - before <= TABLES
         assert all(value.device.type == "cpu" for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("held", ["dense", "packed"])
+def test_gguf_under_every_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: Any, kind: str, held: str
+) -> None:
+    """The blocks are unpacked on the device where transformers keeps them."""
+    number = gguf.GGMLQuantizationType[kind]
+    write_gguf(tmp_path / "model.gguf", number)
+    whole = sparseautomodel.SparseAutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    whole = whole if held == "dense" else pack_gguf(whole, number)
+    ids = torch.arange(3, 9)[None]
+    expected = whole.generate(ids, **SETTINGS)
+    monkeypatch.setattr(working, "_TILE", 0)
+    for step in range(11):
+        model, before = copy.deepcopy(whole), meter.live
+        model.residency = Residency(model, FakeAccelerator(weights_only=True), budget_of(model, step / 10, 6_000))
+        assert torch.equal(model.generate(ids.to(DEVICE), **SETTINGS).cpu(), expected), step
+        gc.collect()
+        report = model.residency.report()
+        assert meter.live - before == report.live_nbytes <= report.budget
+        model.residency.park()
+        gc.collect()
+        assert meter.live == before
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -10,6 +10,7 @@ has an accelerator: import it only in processes of its own (tests/test_residency
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -35,6 +36,7 @@ class Meter:
         """`h2d` or `d2h`, and bytes, of each copy."""
         self._views: dict[int, int] = {}
         """Address of a storage -> how many tensors view it."""
+        self._lock = threading.RLock()
 
     def reset(self) -> None:
         self.log.clear()
@@ -51,10 +53,11 @@ class Meter:
         """Count a storage once, however many tensors view it; give it back with the last of them."""
         storage = cpu.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self._views:
-            self._allocate(size)
-            self._views[address] = 0
-        self._views[address] += 1
+        with self._lock:
+            if address not in self._views:
+                self._allocate(size)
+                self._views[address] = 0
+            self._views[address] += 1
         weakref.finalize(tensor, self._release, address, size)
 
     def _allocate(self, size: int) -> None:
@@ -68,10 +71,11 @@ class Meter:
         self.peak = max(self.peak, self.live)
 
     def _release(self, address: int, size: int) -> None:
-        self._views[address] -= 1
-        if self._views[address] == 0:
-            del self._views[address]
-            self.live -= size
+        with self._lock:
+            self._views[address] -= 1
+            if self._views[address] == 0:
+                del self._views[address]
+                self.live -= size
 
 
 meter = Meter()
