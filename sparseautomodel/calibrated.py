@@ -281,8 +281,8 @@ def _in_order(recipe: Sequence[Modifier], planned: Sequence[LayerPlan], scanned:
 def _parts(batch: Mapping[str, Tensor], device: torch.device) -> Iterator[Mapping[str, Tensor]]:
     """The batch as it is run: on a CPU in runs of few rows, which is faster and changes no result."""
     ids = batch.get("input_ids")
-    if device.type != "cpu" or ids is None:
-        yield batch
+    if device.type != "cpu" or ids is None or any(len(value) != len(ids) for value in batch.values()):
+        yield batch  # patches of images are not one a row
         return
     rows = max(1, _CACHED_TOKENS // ids.shape[1])
     for start in range(0, len(ids), rows):

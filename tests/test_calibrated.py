@@ -264,6 +264,13 @@ def test_on_a_cpu_a_forward_takes_few_rows() -> None:
     assert [len(part["input_ids"]) for part in parts] == [2, 2, 1]
     assert all(torch.equal(torch.cat([part[name] for part in parts]), value) for name, value in batch.items())
     assert list(_parts(batch, torch.device("cuda"))) == [batch]
+
+
+def test_inputs_that_are_not_one_a_row_stay_whole() -> None:
+    images = {"input_ids": torch.zeros(1, 512, dtype=torch.int64), "pixel_values": torch.rand(256, 4)}
+    rows = {"input_ids": torch.zeros(4, 512, dtype=torch.int64), "position_ids": torch.zeros(3, 4, 512)}
+    for batch in (images, rows):
+        assert list(_parts(batch, torch.device("cpu"))) == [batch]
     long = {"input_ids": torch.ones(1, 3000)}
     assert [part["input_ids"].shape for part in _parts(long, torch.device("cpu"))] == [(1, 3000)]
     pictures = {"pixel_values": torch.ones(5, 3, 4, 4)}  # how many there are to a row is not known
