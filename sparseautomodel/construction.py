@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from sparseautomodel.frames import arguments, constructors, in_contract, line
 from sparseautomodel.random_values import drawing
-from sparseautomodel.recorded import Call, Record, kept, rebind, storage, tensors_in
-from sparseautomodel.writes import targets_of
+from sparseautomodel.recorded import Call, Record, kept, rebind, tensors_in
+from sparseautomodel.writes import storage, targets_of
 
 ATTRIBUTE = "_construction"
 """Where a module that was built empty keeps what its constructor did, until it has values."""
@@ -104,7 +104,7 @@ class Construction(TorchFunctionMode):
     """The mode: makes tensors on `device` and in `dtype` where the constructor does not say; with `empty`, on the meta
     device, where init functions are noted and not run.
 
-    Values that a constructor computes are known all the same: `replay` computes them when they are wanted.
+    Values that a constructor computes are known all the same: `record` computes them when they are wanted.
     """
 
     device: torch.device | None

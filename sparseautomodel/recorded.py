@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from sparseautomodel.numbers import poison
 from sparseautomodel.random_values import Drawing, drawing
+from sparseautomodel.writes import storage
 
 _MUTABLE = (np.ndarray, bytearray, array)
 """What a constructor may change after it has given it to torch."""
@@ -337,10 +338,6 @@ class _Replay:
             name, whole = self._names[place]
             with contextlib.suppress(LookupError):
                 self._drawing.name(name, self._real(whole))
-
-
-def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def tensors_in(*values: Any) -> list[Tensor]:

@@ -25,15 +25,15 @@ class Writes(TorchDispatchMode):
 
     def __init__(self, empty: Iterable[Tensor], protected: Iterable[Tensor]) -> None:
         super().__init__()
-        self._empty = {_storage(value) for value in empty if value.numel()}
-        self._closed = {_storage(value) for value in protected} - self._empty
+        self._empty = {storage(value) for value in empty if value.numel()}
+        self._closed = {storage(value) for value in protected} - self._empty
         self._written: set[int] = set()
         self._drawn: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         targets = targets_of(func, args, kwargs)
-        places = [_storage(value) for value in targets]
+        places = [storage(value) for value in targets]
         if any(place in self._closed for place in places):
             return targets[0] if len(targets) == 1 else tuple(targets)
         result = func(*args, **kwargs)
@@ -48,23 +48,23 @@ class Writes(TorchDispatchMode):
     def closed(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Leave out writes to these, too."""
         before = self._closed
-        self._closed = before | {_storage(value) for value in tensors}
+        self._closed = before | {storage(value) for value in tensors}
         yield
         self._closed = before
 
     def note(self, value: Tensor) -> None:
         """A tensor has been written outside of the mode."""
-        self._written.add(_storage(value))
-        self._drawn.discard(_storage(value))
+        self._written.add(storage(value))
+        self._drawn.discard(storage(value))
 
     def lacks(self, value: Tensor) -> bool:
         """Whether a tensor still waits for values; not if it is in other memory now."""
-        place = _storage(value)
+        place = storage(value)
         return place in self._empty and place not in self._written
 
     def drawn(self, value: Tensor) -> bool:
         """Whether the last that was done to a tensor was a draw of random values."""
-        return _storage(value) in self._drawn
+        return storage(value) in self._drawn
 
 
 def targets_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -83,7 +83,8 @@ def local(value: Tensor) -> Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _storage(value: Tensor) -> int:
+def storage(value: Tensor) -> int:
+    """What tensors in the same memory have in common, on the meta device too."""
     return local(value).untyped_storage()._cdata
 
 
