@@ -335,14 +335,13 @@ def _rounded(module: Any, values: Any, which: str) -> Any:
 
 def _check_cast(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise ValueError where integers are to become other numbers: those of a compressed weight are codes."""
-    for dtype in (torch.uint8, torch.int32):
-        made = fn(torch.empty(0, dtype=dtype)).dtype
-        if made != dtype:
-            raise ValueError(
-                f"weights that are stored compressed cannot become {made}, as model.type({made}) wants of all tensors. "
-                f"Write model.to({made if made.is_floating_point else torch.bfloat16}), which leaves stored codes as "
-                "they are, or load with execution='dense'"
-            )
+    made = fn(torch.empty(0, dtype=torch.uint8)).dtype
+    if made != torch.uint8:
+        raise ValueError(
+            f"weights that are stored compressed cannot become {made}, as model.type({made}) wants of all tensors. "
+            f"Write model.to({made if made.is_floating_point else torch.bfloat16}), which leaves stored codes as they "
+            "are, or load with execution='dense'"
+        )
 
 
 def _keeping_codes(module: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

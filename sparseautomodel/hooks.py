@@ -16,6 +16,10 @@ class Hook:
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
 
+    @property
+    def is_dead(self) -> bool:
+        return self._function is None
+
     @torch.compiler.disable  # bringing weights is no computation: what is compiled is the forward between two hooks
     def __call__(self, *args: Any) -> Any:
         return self._function(*args) if self._function is not None else None
@@ -25,6 +29,16 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return Hook, (None,)
+
+
+def drop_dead(model: nn.Module) -> None:
+    """Take the hooks of a copied model away that do nothing any more."""
+    for module in model.modules():
+        for kind in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in kind.items() if isinstance(hook, Hook) and hook.is_dead]:
+                del kind[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+                module._forward_hooks_always_called.pop(number, None)
 
 
 def around(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[Any]:
@@ -58,22 +72,27 @@ class Rows:
 
     def __init__(self, module: nn.Embedding, device: torch.device, count: Callable[[int], None]) -> None:
         self._module, self._device, self._count = module, device, count
-        self._home: tuple[Any, int | None] | None = None
+        self._home: tuple[Any, int | None] = None, None
+        self._shown: Tensor | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with numbers of rows that are there."""
         name = "input" if "input" in kwargs else None
         numbers: Tensor = kwargs["input"] if name else args[0]
-        home = self._module._parameters.get("weight")
-        assert home is not None
+        home: Any = self._module._parameters.get("weight")
+        if home is self._shown:  # another thread is in the embedding, which is no call of the model
+            home, padding = self._home
+        else:
+            padding = self._module.padding_idx
         wanted, places = torch.unique(numbers, return_inverse=True)
         rows = home.detach().index_select(0, wanted.reshape(-1).to(home.device))
-        self._home = home, self._module.padding_idx
-        self._module._parameters["weight"] = nn.Parameter(rows.to(self._device), requires_grad=False)
+        self._home, self._shown = (home, padding), nn.Parameter(rows.to(self._device), requires_grad=False)
+        self._module._parameters["weight"] = self._shown
         self._module.padding_idx = None  # it only matters to gradients, and is the number of a row of the table
         self._count(rows.nbytes)
         return (args, kwargs | {name: places}) if name else ((places, *args[1:]), kwargs)
 
     def leave(self) -> None:
-        if self._home is not None:
-            (self._module._parameters["weight"], self._module.padding_idx), self._home = self._home, None
+        if self._shown is not None and self._module._parameters.get("weight") is self._shown:
+            self._module._parameters["weight"], self._module.padding_idx = self._home
+        self._shown = None

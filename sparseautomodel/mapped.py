@@ -191,5 +191,5 @@ class MappedFiles:
         return memory
 
     def __del__(self) -> None:
-        for descriptor in {descriptor for _, descriptor, _ in self._mappings.values()}:
+        for descriptor in {descriptor for _, descriptor, _ in vars(self).get("_mappings", {}).values()}:
             os.close(descriptor)

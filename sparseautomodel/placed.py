@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from sparseautomodel.hooks import drop_dead
+
 
 def set_classes(model: nn.Module, residency: Any) -> None:
     """Let a model and the models in it, such as its encoder, be called through `residency`; None: not any more."""
@@ -41,7 +43,9 @@ def alias(model: Any, seen: Iterable[tuple[Any, Any]]) -> Any:
             same = home.detach()
             memo[id(home)] = nn.Parameter(same, home.requires_grad) if isinstance(home, nn.Parameter) else same
         memo[id(held)] = memo[id(home)]
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    drop_dead(made)
+    return made
 
 
 def lengths_of(kwargs: Mapping[str, Any]) -> list[int]:

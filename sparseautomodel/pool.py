@@ -158,7 +158,8 @@ class ModelPool:
         """Read a model, to be leased by its name. Nothing comes to the device yet.
 
         A checkpoint that another model of the pool was loaded from, with the same arguments, is not read again: both
-        have their weights of home in common, which must not be changed in place then.
+        have their weights of home in common, which must not be changed in place then. It starts as the first one is by
+        then: its settings and hooks too.
 
         Args:
             name: None is `name_or_path`.
@@ -172,7 +173,13 @@ class ModelPool:
             ValueError: the name is taken, or the least that the model needs is more than the budget.
         """
         name = str(name_or_path) if name is None else name
-        cls = auto_class or auto.SparseAutoModelForCausalLM  # type: ignore[attr-defined]
+        cls: Any = auto_class or auto.SparseAutoModelForCausalLM  # type: ignore[attr-defined]
+        is_ours = isinstance(cls, type) and issubclass(cls, auto.SparseAutoModel)
+        if not is_ours:
+            raise ValueError(
+                f"auto_class={cls!r} loads no compressed models. Give one of sparseautomodel, such as "
+                "auto_class=SparseAutoModelForSequenceClassification"
+            )
         for given in ("device", "device_map", "output_loading_info"):
             if given in kwargs:
                 raise ValueError(f"{given}={kwargs[given]!r}: a pool has its models on {self._device}; leave it out")
@@ -255,7 +262,7 @@ class ModelPool:
                     raise ValueError(f"{name!r} {state}. Leave its leases, or unpin({name!r}), then unload({name!r})")
                 entry.moving = True
             entry.residency.detach()
-            entry.residency.neighbors = int
+            entry.residency.neighbors = None
             with self._changed:
                 del self._entries[name]
                 self._changed.notify_all()
@@ -328,7 +335,9 @@ class ModelPool:
         return (share, parked) if share >= entry.residency.least_nbytes else None
 
     def _live_beside(self, entry: _Entry) -> int:
-        return sum(one.residency.live_nbytes for one in list(self._entries.values()) if one is not entry)
+        """What is of others: their shares, which they are bringing or may use in a call; more where one has more."""
+        others = [one for one in list(self._entries.values()) if one is not entry]
+        return sum(max(one.share, one.residency.live_nbytes) for one in others)
 
     def _find(self, name: str) -> _Entry:
         if name not in self._entries:
@@ -352,8 +361,10 @@ class ModelPool:
         )
 
     def _full(self, entry: _Entry, timeout: float | None) -> str:
+        if entry.moving:
+            return f"{entry.name!r} was still on its way, by another thread, after {timeout} s. Give a longer timeout"
         rows = [self._row(one) for one in self._entries.values() if one is not entry and one.share]
-        taken = "; ".join(f"{row.name!r} {_state(row)}" for row in rows)
+        taken = "; ".join(f"{row.name!r} {_state(row)}" for row in rows) or "no others"
         there = self._budget - sum(row.reserved_nbytes for row in rows if row.leases or row.pinned)
         return (
             f"no room for {entry.name!r} within {timeout} s: it needs at least {entry.residency.least_nbytes:,} bytes, "

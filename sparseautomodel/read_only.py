@@ -43,9 +43,12 @@ def _writes(func: Callable[..., Any]) -> bool:
     if name == "__set__":
         return getattr(func, "__self__", None) is Tensor.data
     in_place = name.endswith("_") and not name.startswith("_") and name != "requires_grad_"
-    return in_place or name == "__setitem__" or (name.startswith("__i") and name.endswith("__") and name in _IN_PLACE)
+    return in_place or name == "__setitem__"  # += is add_
 
 
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "and", "or", "xor")}
-_SHARING = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
-"""What gives the same values under another tensor."""
+_SHARING = {
+    *(Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]
+    *(Tensor.detach, Tensor.view, Tensor.t, Tensor.transpose, Tensor.narrow, Tensor.select, Tensor.flatten),
+    *(Tensor.reshape, Tensor.unsqueeze, Tensor.squeeze, Tensor.diagonal, Tensor.expand, Tensor.__getitem__),
+}
+"""What may give the same memory under another tensor: that is not written to either."""

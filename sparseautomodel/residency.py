@@ -62,8 +62,8 @@ class Residency:
         self._placement = NOTHING
         self._room, self._parked, self._before = 0, True, 0
         self._closed: str | None = None
-        self.neighbors: Callable[[], int] = int
-        """Bytes on the device that are the weights of other models with budgets of their own."""
+        self.neighbors: Callable[[], int] | None = None
+        """Bytes on the device of other models with budgets of their own; None: there are no others."""
         self._running: nn.Module | None = None
         self._shape: tuple[int, ...] = ()
         self._adopt(find_units(model))
@@ -88,7 +88,7 @@ class Residency:
             ValueError: it is less than the largest block and a call of one token need. The old budget stays.
         """
         nbytes = self._check(budget)
-        with self._lock:  # waits for a call that another thread is in
+        with self._lock:  # a call of another thread is waited for where weights are streamed
             self._budget, self._parked, self._closed = nbytes, False, None
             self._arrange(nbytes - self._working.of((1, 1)) - self._held())
 
@@ -195,7 +195,7 @@ class Residency:
 
     def _held(self) -> int:
         """Bytes in use by others than the weights: caches of keys and values, the user's tensors."""
-        mine = self.live_nbytes + self.neighbors() if self._device.copies_values else 0
+        mine = self.live_nbytes + (self.neighbors() if self.neighbors else 0) if self._device.copies_values else 0
         return max(0, self._device.in_use() - mine)
 
     def _arrange(self, room: int, placement: Placement | None = None) -> None:
@@ -378,7 +378,7 @@ class Residency:
             return
         self._guests.clear()
         self._running = None
-        if (peak := self._device.peak()) and output is not None:
+        if self.neighbors is None and (peak := self._device.peak()) and output is not None:
             self._working.learn(self._shape, max(0, peak - self._before))
         if self._room < 0:
             self._room = 0

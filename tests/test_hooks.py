@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparseautomodel.hooks import Rows, WatchedParameters, around
+from sparseautomodel.hooks import Rows, WatchedParameters, around, drop_dead
 
 
 def test_both_are_called_also_where_the_module_fails() -> None:
@@ -41,4 +41,33 @@ def test_rows_of_an_embedding(ids: torch.Tensor) -> None:
     assert len(table.weight) == len(ids.unique())
     assert torch.equal(table(*args, **kwargs), expected)
     rows.leave()
+    rows.enter((ids,), {})
+    rows.enter((torch.tensor([1]),), {})  # of another thread, before the first has left
+    rows.leave()
+    rows.leave()
+    del counted[1:]
     assert table.weight is weight and table.padding_idx == 9 and counted == [len(ids.unique()) * 16]
+
+
+def test_rows_of_a_table_that_was_replaced() -> None:
+    table = nn.Embedding(10, 4)
+    rows = Rows(table, torch.device("cpu"), lambda _: None)
+    for _ in range(2):
+        table.weight = weight = nn.Parameter(torch.rand(10, 4))
+        args, _ = rows.enter((torch.tensor([3]),), {})
+        assert torch.equal(table(*args), weight[3:4])
+        rows.leave()
+        assert table.weight is weight
+
+
+def test_a_copy_can_be_rid_of_hooks_that_do_nothing() -> None:
+    module, calls = nn.Sequential(nn.Identity()), []
+    around(module[0], lambda *_: calls.append(1), lambda *_: calls.append(2))
+    module[0].register_forward_hook(lambda *_: calls.append(3))
+    twin = copy.deepcopy(module)
+    drop_dead(twin)
+    twin(torch.zeros(1))
+    assert calls == [3] and not twin[0]._forward_pre_hooks and len(twin[0]._forward_hooks) == 1
+    drop_dead(module)
+    module(torch.zeros(1))
+    assert calls == [3, 1, 2, 3]

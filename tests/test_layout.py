@@ -59,7 +59,7 @@ ROWS = (
     ),
     ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("codecs", "hooks", "placed", "placement", "working", "philox"),
+    ("codecs", "placed", "placement", "working", "philox"),
     (
         "charts",
         "crossover",
@@ -78,6 +78,7 @@ ROWS = (
         "safetensors_file",
         "attention",
         "read_only",
+        "hooks",
     ),
     ("allocator",),
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from sparseautomodel import ModelPool, SparseAutoModelForCausalLM
 from tests.rigs import LabelledSlots
@@ -213,3 +214,9 @@ def test_the_example_of_the_documentation(tiny_llama: Path, tiny_qwen3: Path, tm
     names: dict[str, object] = {"ids": IDS}
     code = code.replace('"llama-folder"', repr(str(tiny_llama))).replace('"qwen-folder"', repr(str(tiny_qwen3)))
     exec(compile(code, "docs/memory.md", "exec"), names)
+
+
+def test_a_class_of_transformers_is_refused(tiny_llama: Path) -> None:
+    pool = ModelPool(device="cpu", budget="100MB")
+    with pytest.raises(ValueError, match=r"auto_class=.*AutoModelForCausalLM.* Give one of sparseautomodel"):
+        pool.load(tiny_llama, auto_class=AutoModelForCausalLM)

@@ -34,6 +34,13 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     "data =": _assign,
     "data +=": _add,
     "[0] =": _index,
+    "[0].add_": lambda weight: weight[0].add_(1),
+    "[0, 1].fill_": lambda weight: weight[0, 1].fill_(0),
+    "view.add_": lambda weight: weight.view(-1).add_(1),
+    "t.add_": lambda weight: weight.t().add_(1),
+    "data.T.mul_": lambda weight: weight.data.T.mul_(2),
+    "transpose.narrow": lambda weight: weight.transpose(0, 1).narrow(0, 0, 1).zero_(),
+    "diagonal": lambda weight: weight.diagonal().zero_(),
 }
 
 
@@ -51,7 +58,7 @@ def test_it_reads_as_any_tensor_and_results_are_plain() -> None:
     states = torch.randn(2, 4, requires_grad=True)
     F.linear(states, weight).sum().backward()
     assert states.grad is not None and torch.equal(states.grad, plain.sum(0).expand(2, 4))
-    for result in (weight + 1, weight.double(), weight.t(), weight[0], weight.clone(), weight.to("cpu", torch.float16)):
+    for result in (weight + 1, weight.double(), weight.t() @ weight, weight.clone(), weight.to("cpu", torch.float16)):
         assert type(result) is Tensor
     assert (weight.dtype, weight.shape, weight.device) == (plain.dtype, plain.shape, plain.device)
     changed = weight.clone().zero_()

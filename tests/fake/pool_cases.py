@@ -348,3 +348,37 @@ def test_who_waits_is_woken(folders: Folders, needs: Needs) -> None:
     assert got.wait(60)
     for thread in threads:
         thread.join()
+
+
+def test_memory_of_others_is_not_learned_as_that_of_a_call(folders: Folders) -> None:
+    least = full(folders)._entries["a"].residency.least_nbytes
+    pool = ModelPool(device=FakeAccelerator(), budget="1GB")
+    pool.load(folders["a"], "a", device_budget=least)
+    pool.load(folders["c"], "c")
+    with pool.lease("a") as model:
+        assert model.residency.report().streamed_nbytes  # so that its calls are watched
+
+        def bring(*_: Any) -> None:
+            with pool.lease("c"):
+                pass
+
+        model.model.layers[1].register_forward_hook(bring)
+        with torch.no_grad():
+            model(IDS[:, :1].to(DEVICE), use_cache=False)
+        assert pool._entries["c"].residency.live_nbytes
+    row = next(row for row in pool.report().models if row.name == "a")
+    assert row.least_nbytes <= least
+
+
+def test_what_another_model_brings_is_not_taken_from_the_room_of_this(folders: Folders, needs: Needs) -> None:
+    """Two leases at once, for which there is room."""
+    pool = full(folders, needs["a"][1] + needs["c"][1])
+    entry = pool._entries["c"]
+    entry.share, entry.moving = needs["c"][1], True
+    on_its_way = torch.empty(needs["c"][1] // 2, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(TimeoutError, match="'c' was still on its way"), pool.lease("c", timeout=0):
+        pass
+    with pool.lease("a", timeout=0) as model:
+        assert not model.residency.report().streamed_nbytes
+    del on_its_way
+    entry.share, entry.moving = 0, False
