@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from sparseautomodel.cache_folder import cache_folder
+
 REPEATS = 5
 """Of which the fastest counts: others were disturbed."""
 
@@ -112,10 +114,4 @@ def _keep(kept: dict[str, int]) -> None:
 
 def _file() -> Path:
     """Raises OSError where there is no place for it."""
-    given = os.environ.get("SPARSEAUTOMODEL_CACHE")
-    if given:
-        return Path(given) / "crossover.json"
-    try:
-        return Path.home() / ".cache" / "sparseautomodel" / "crossover.json"
-    except RuntimeError as error:  # a user without a home, as in some containers
-        raise FileNotFoundError("no home") from error
+    return cache_folder() / "crossover.json"

@@ -54,12 +54,16 @@ def scheme_of(name: str) -> QuantizationScheme:
     )
 
 
-def compress(old: Any, name: str, dtype: torch.dtype = BF16) -> Any:
-    """`old` with its weight stored by the scheme, round to nearest."""
-    scheme, values = scheme_of(name), old.weight.detach().to(dtype)
+def compress(old: Any, name: str | QuantizationScheme, dtype: torch.dtype = BF16) -> Any:
+    """`old` with its weight stored by the scheme, or the one of that name, round to nearest."""
+    scheme = scheme_of(name) if isinstance(name, str) else name
+    values = old.weight.detach().to(dtype)
     layer = Layer("layer", "layer", ("Linear",), tuple(values.shape), dtype)
-    given_args = {key: value for key, value in scheme.model_dump(mode="json").items() if value is not None}
-    group = {"scheme": name} if (SCHEMES | LARGE_GROUPS).get(name) is None else {"config_groups": {"g": given_args}}
+    given_args = {
+        key: value for key, value in scheme.model_dump(mode="json", exclude={"format"}).items() if value is not None
+    }
+    is_preset = isinstance(name, str) and (SCHEMES | LARGE_GROUPS).get(name) is None
+    group = {"scheme": name} if is_preset else {"config_groups": {"g": given_args}}
     weight = Weight(layer, values.clone())
     QuantizationModifier(**group).apply(weight)
     parts = storage.layout(scheme, layer.shape, dtype)

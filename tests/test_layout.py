@@ -59,9 +59,10 @@ ROWS = (
     ),
     ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("codecs", "placed", "placement", "working", "philox"),
+    ("codecs", "placed", "placement", "working", "philox", "registers"),
     (
         "charts",
+        "compiler",
         "crossover",
         "masks",
         "ranges",
@@ -80,7 +81,7 @@ ROWS = (
         "read_only",
         "hooks",
     ),
-    ("allocator",),
+    ("allocator", "cache_folder", "scratch"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 FOLDERS = ("formats", "kernels", "modifiers")

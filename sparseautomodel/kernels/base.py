@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,25 +21,6 @@ KERNELS: list[type[Kernel]] = []
 
 Tensors = Mapping[str, Tensor]
 """Local name -> tensor: those of one layer, as they are stored or as a kernel lays them out."""
-
-
-def scratch(role: str, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory of the CPU for values that are dead before the next call with the same `role` in this thread.
-
-    The same memory each time: asked from the system anew for each tile, it costs as much as the work done in it, since
-    the system clears every page. Holds no more than a tile, so its size does not grow with the model.
-    """
-    count = math.prod(shape)
-    if torch.compiler.is_compiling():
-        return torch.empty(shape, dtype=dtype)
-    held = _held.__dict__.get(role)
-    if held is None or held.nbytes < count * dtype.itemsize:
-        with torch.inference_mode(False):  # usable in both modes
-            held = _held.__dict__[role] = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    return held[: count * dtype.itemsize].view(dtype).view(shape)
-
-
-_held = threading.local()
 
 
 @dataclass(frozen=True)

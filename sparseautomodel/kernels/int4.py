@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.formats.base import as_dtype
-from sparseautomodel.kernels.base import Kernel, Tensors, scratch
+from sparseautomodel.kernels.base import Kernel, Tensors
+from sparseautomodel.scratch import scratch
 
 BLOCK = 64
 """Rows of the weight that lie together."""
@@ -40,7 +41,7 @@ _NARROWEST = 8
 
 class Int4(Kernel):
     name: ClassVar[str] = "int4: torch._weight_int4pack_mm_for_cpu"
-    rank: ClassVar[int] = 20
+    rank: ClassVar[int] = 28
     between: ClassVar[tuple[int, int]] = (32, 128)
 
     @classmethod

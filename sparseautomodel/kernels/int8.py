@@ -6,6 +6,7 @@ up to the scales, which are applied in float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +14,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
+from sparseautomodel import registers
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.formats.base import as_dtype
-from sparseautomodel.kernels.base import TILE_ELEMENTS, Kernel, Tensors, scratch
+from sparseautomodel.kernels.base import TILE_ELEMENTS, Kernel, Tensors
+from sparseautomodel.scratch import scratch
 
 TOKENS = 512
 """Multiplied at once: what a call holds besides its output, sums and rounded inputs, is for so many."""
@@ -88,6 +91,12 @@ class Int8(Kernel):
 
     def many(self, tensors: Tensors, flat: Tensor, bias: Tensor | None) -> Tensor:
         args = self.scheme.input_activations
+        if self._is_plain and registers.multiplies_int8(flat, tensors["weight_scale"]):
+            given = None if args.dynamic else tensors["input_scale"]
+            own_bias = None if bias is None else bias.to(flat.dtype)
+            return registers.multiply_int8(
+                flat, tensors["weight"], tensors["weight_scale"], own_bias, args.num_bits, given
+            )
         scale, zero_point = _ranges(flat, args) if args.dynamic else _calibrated(tensors, args)
         by_row = tensors["weight_scale"].view(-1).float()
         if len(flat) <= TOKENS:
@@ -103,6 +112,13 @@ class Int8(Kernel):
     def dequantize(self, tensors: Tensors, rows: slice | None = None) -> Tensor:
         unpacked = self.scheme.model_copy(update={"format": "naive-quantized"})
         return storage.decode(tensors, unpacked, rows, dtype=self.dtype)
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether there are no zero points, and inputs have one scale for all or are rounded a token at a time."""
+        inputs = self.scheme.input_activations
+        symmetric = self.scheme.weights.symmetric and inputs.symmetric
+        return symmetric and (inputs.dynamic is False or inputs.strategy == "token")
 
     def _run(
         self,

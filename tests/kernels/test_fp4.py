@@ -19,6 +19,8 @@ from tests.test_compressed_layers import reference_weight
 BF16 = torch.bfloat16
 NEAR = {BF16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5}
 
+pytestmark = pytest.mark.usefixtures("without_registers")
+
 
 def layer(name: str, rows: int, columns: int, dtype: torch.dtype, spread: int = 8) -> Any:
     """A compressed Linear of random codes and scales; exponents of MXFP4 differ by less than `spread`."""

@@ -28,6 +28,8 @@ STRATEGIES: dict[str, Any] = {
     "mxfp8": None,
 }
 
+pytestmark = pytest.mark.usefixtures("without_registers")
+
 
 def scheme_of(name: str, inputs: dict[str, Any] | None = None) -> QuantizationScheme:
     if STRATEGIES[name] is None:

@@ -15,7 +15,10 @@ from tests.test_compressed_layers import compress, linear, reference_weight, sch
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(not int4._is_interleaved(), reason="this processor has another layout")
+pytestmark = [
+    pytest.mark.skipif(not int4._is_interleaved(), reason="this processor has another layout"),
+    pytest.mark.usefixtures("without_registers"),
+]
 
 
 def laid_out(
@@ -112,13 +115,3 @@ def test_what_it_cannot_run_is_said(
 ) -> None:
     said = Int4(scheme_of(name), shape, dtype, torch.device(device)).refuses()
     assert said is not None and reason in said
-
-
-def test_scratch_is_one_memory_a_role_and_grows() -> None:
-    first = base.scratch("a test", 4, dtype=torch.float32)
-    again = base.scratch("a test", 2, 2, dtype=torch.int32)
-    assert first.data_ptr() == again.data_ptr() and again.shape == (2, 2)
-    assert base.scratch("a test", 100, dtype=torch.float32).data_ptr() != first.data_ptr()
-    with torch.inference_mode():
-        base.scratch("a test", 100, dtype=torch.float32).fill_(1)
-    base.scratch("a test", 100, dtype=torch.float32).fill_(2)

@@ -40,6 +40,13 @@ WEIGHTS = {
 }
 
 
+@pytest.fixture(params=["registers", "torch"], autouse=True)
+def way(request: pytest.FixtureRequest) -> None:
+    """The products of registers.c for a few tokens, and those of torch, which machines without them have."""
+    if request.param == "torch":
+        request.getfixturevalue("without_registers")
+
+
 def scheme_of(weights: dict, inputs: dict | None, format: str | None = None) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs, format=format)
 

@@ -27,6 +27,8 @@ WEIGHTS = {
 NEAR = {BF16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
 """Of the lengths of the token and of the weight's row, which no product exceeds."""
 
+pytestmark = pytest.mark.usefixtures("without_registers")
+
 
 def assert_near(found: torch.Tensor, layer: CompressedLinear, flat: torch.Tensor) -> None:
     """A random layer's zero points are far from the middle and its inputs have a mean: the hardest case for sums."""
