@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from sparseautomodel import SparseAutoModelForCausalLM, plan
+from sparseautomodel import SparseAutoModelForCausalLM, plan, registers
 from sparseautomodel.devices import MappedHost
 from sparseautomodel.placement import place
 from sparseautomodel.residency import Residency
@@ -178,25 +178,32 @@ def test_on_the_processor_from_files(
         assert torch.equal(model.generate(ids, **SETTINGS), expected)
 
 
-KERNELS = {
-    "w4a16": "int4",
-    "w8a16": "int8 weights",
-    "w8a8-dynamic": "int8 x int8",
-    "fp8-dynamic": "fp8",
-    "2of4-w4a16": "int4",
-}
+KERNELS = [
+    ("w4a16", "int4"),
+    ("w8a16", "int8 weights"),
+    ("w8a8-dynamic", "int8 x int8"),
+    ("fp8-dynamic", "fp8"),
+    ("2of4-w4a16", "int4"),
+    *((recipe, "registers") for recipe in ("w4a16", "fp8-dynamic") if registers.why_not() is None),
+]
 
 
-@pytest.mark.parametrize("recipe", KERNELS)
+@pytest.mark.parametrize(("recipe", "kernel"), KERNELS)
 @pytest.mark.parametrize("home", ["files", "slots"])
 def test_layouts_of_kernels_under_every_budget(
-    save_model: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch, recipe: str, home: str
+    save_model: Callable[[PreTrainedConfig], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    kernel: str,
+    home: str,
 ) -> None:
     """`execution="auto"` lays weights out for the processor, in files too; they come and go as they are laid out."""
     monkeypatch.setattr(MappedHost, "in_use", lambda self: 0)  # what else is in this process
+    if kernel != "registers":
+        monkeypatch.setattr(registers, "why_not", lambda: "not in this test")
     folder = save_model(LlamaConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}))
     whole = SparseAutoModelForCausalLM.from_pretrained(folder, recipe=recipe)
-    assert {name.startswith(KERNELS[recipe]) for name, _ in whole.load_report.kernels.values()} == {True}
+    assert {name.startswith(kernel) for name, _ in whole.load_report.kernels.values()} == {True}
     ids, units = torch.arange(3, 9)[None], find_units(whole)
     expected, stored = whole.generate(ids, **SETTINGS), whole.state_dict()
     working = WorkingMemory(whole).of((1, 6))
