@@ -51,6 +51,7 @@ setup(
         "gguf": ["gguf"],
         "eval": ["lm_eval"],
         "dev": [
+            "bitsandbytes",
             "gguf",
             "hypothesis",
             "mypy",

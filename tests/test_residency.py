@@ -8,14 +8,24 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    BitsAndBytesConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
-from sparseautomodel import SparseAutoModelForCausalLM, plan, registers
+from sparseautomodel import SparseAutoModelForCausalLM, SparseAutoModelForSeq2SeqLM, plan, registers
 from sparseautomodel.devices import MappedHost
 from sparseautomodel.placement import place
 from sparseautomodel.residency import Residency
@@ -61,26 +71,55 @@ def test_slots_are_what_is_read(tiny_llama: Path, share: float) -> None:
     assert device.copied
 
 
-@pytest.mark.parametrize("form", ["nf4", "int8"])
-def test_bitsandbytes_models(save_model: Callable[[PreTrainedConfig], Path], form: str) -> None:
+BITSANDBYTES = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+FAMILIES: dict[str, tuple[Any, PreTrainedConfig]] = {
+    "llama": (SparseAutoModelForCausalLM, LlamaConfig(**SIZES | {"num_hidden_layers": 4})),
+    "mixtral": (SparseAutoModelForCausalLM, MixtralConfig(**SIZES, num_local_experts=4)),
+    "gpt2": (
+        SparseAutoModelForCausalLM,
+        GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=64, n_positions=64, **ENDS),
+    ),
+    "t5": (
+        SparseAutoModelForSeq2SeqLM,
+        T5Config(
+            **{"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "d_kv": 16},
+            **{"decoder_start_token_id": 0, **ENDS},
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BITSANDBYTES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bitsandbytes_models_under_every_budget(tmp_path: Path, family: str, form: str) -> None:
     pytest.importorskip("bitsandbytes")
-    folder = save_model(LlamaConfig(**SIZES | {"num_hidden_layers": 4}))
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    config = BitsAndBytesConfig(**(four if form == "nf4" else {"load_in_8bit": True}))
-    given = {"quantization_config": config, "dtype": torch.float32}
-    whole = SparseAutoModelForCausalLM.from_pretrained(folder, device_map="cpu", **given)
+    auto, config = FAMILIES[family]
+    getattr(transformers, auto.__name__.removeprefix("Sparse")).from_config(config).save_pretrained(tmp_path)
+    given = {"quantization_config": BitsAndBytesConfig(**BITSANDBYTES[form]), "dtype": torch.float32}
+    whole = auto.from_pretrained(tmp_path, device_map="cpu", **given)
+    layers = sum(type(module).__module__.startswith("bitsandbytes") for module in whole.modules())
+    assert layers >= 8, "it is quantized"
     ids = torch.arange(3, 9)[None]
     expected = whole.generate(ids, **SETTINGS)
-    mapped = SparseAutoModelForCausalLM.from_pretrained(folder, device="cpu", device_budget="20MB", **given)
+    mapped = auto.from_pretrained(tmp_path, device="cpu", device_budget="20MB", **given)
     assert torch.equal(mapped.generate(ids, **SETTINGS), expected)
-    units = find_units(whole)
+    units, working = find_units(whole), WorkingMemory(whole).of((1, 6))
     least, most = place(units, -1).nbytes, sum(unit.nbytes for unit in units)
-    device = LabelledSlots(poison_homes=True)
-    whole.residency = Residency(whole, device, most + (4 << 20))
-    for share in range(10, -1, -1):
-        whole.residency._arrange(least + share * (most - least) // 10)
-        assert torch.equal(whole.generate(ids, **SETTINGS), expected), share
-    assert device.copied
+    whole.residency = Residency(whole, LabelledSlots(poison_homes=True), most + working)  # slots are what is read
+    for step in range(10, -1, -1):
+        whole.residency.set_budget(least + step * (most - least) // 10 + working)
+        assert torch.equal(whole.generate(ids, **SETTINGS), expected), step
+        report = whole.residency.report()
+        assert report.live_nbytes + report.working_nbytes <= report.budget
+        assert step < 10 or {unit.state for unit in report.units} == {"resident"}
+        for unit in report.units:
+            assert unit.state in ("resident", "rows") or unit.copies, unit.name
+    assert len({state.name for state in report.units if state.copies}) >= 2, "blocks came and went"
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
