@@ -91,7 +91,7 @@ from transformers import AutoTokenizer
 from sparseautomodel import SparseAutoModelForCausalLM
 from sparseautomodel.report import perplexity
 folder, text, result = sys.argv[1:4]
-model = SparseAutoModelForCausalLM.from_pretrained(result, execution="dense", strict=False)
+model = SparseAutoModelForCausalLM.from_pretrained(result, strict=False)  # as it runs, inputs rounded where they are
 part = open(text).read()[-200_000:]
 print(perplexity(model, AutoTokenizer.from_pretrained(folder), part, window=512, max_tokens=24 * 512).value)
 """
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--peer", help="python of an environment with llmcompressor")
     parser.add_argument("--methods", nargs="*", default=["gptq", "sparsegpt", "wanda"], choices=[*OURS, *shipped()])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="a folder in which the first result of each side stays")
     args = parser.parse_args()
     print(f"dense: perplexity {score(args.folder, args.text, args.folder):.2f}", flush=True)
     print(f"{'':28}{'seconds':>9}{'min':>7}{'max':>7}{'peak GB':>9}{'perplexity':>12}")
@@ -116,7 +117,8 @@ def main() -> None:
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
         for number in range(args.runs):
             for name, (python, body) in sides.items():
-                runs[name].append(measure(python, body, args.folder, args.text, scored=number == 0))
+                kept = args.keep / f"{method}-{name}" if args.keep and number == 0 else None
+                runs[name].append(measure(python, body, args.folder, args.text, number == 0, kept))
         for name, found in runs.items():
             seconds, peak = [run["seconds"] for run in found], statistics.median(run["peak"] for run in found)
             middle, quality = statistics.median(seconds), found[0]["perplexity"]
@@ -128,13 +130,16 @@ def main() -> None:
             print(f"{'':8}llm-compressor / ours, pair by pair: time {ratios[0]:.2f}, peak {ratios[1]:.2f}", flush=True)
 
 
-def measure(python: str, body: str, folder: Path, text: Path, scored: bool) -> dict[str, float]:
-    """Run one side in a process of its own; what it wrote is scored, then removed."""
+def measure(python: str, body: str, folder: Path, text: Path, scored: bool, kept: Path | None) -> dict[str, float]:
+    """Run one side in a process of its own; what it wrote is scored, and then removed or `kept`."""
     scratch = Path(tempfile.mkdtemp(dir=".cache" if Path(".cache").is_dir() else None))
     try:
         output = scratch / "output"
         found = json.loads(run([python, "-c", FRAME.format(body=body), str(folder), str(text), str(output)]))
-        return found | ({"perplexity": score(folder, text, output)} if scored else {})
+        scores = {"perplexity": score(folder, text, output)} if scored else {}
+        if kept is not None:
+            shutil.copytree(output, kept)
+        return found | scores
     finally:
         shutil.rmtree(scratch)
 
