@@ -30,7 +30,7 @@ setup(
     ],
     # The recipes are read and edited at the top of the repository and travel inside the package.
     package_dir={"sparseautomodel": "sparseautomodel", "sparseautomodel.recipes": "recipes"},
-    package_data={"sparseautomodel": ["py.typed", "registers.c"], "sparseautomodel.recipes": ["*.yaml"]},
+    package_data={"sparseautomodel": ["py.typed", "*.c"], "sparseautomodel.recipes": ["*.yaml"]},
     python_requires=">=3.11",
     install_requires=[
         # compressed-tensors 0.20 asks for 2.10; no release but the one in constraints.txt is tested.

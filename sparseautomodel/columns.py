@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from compressed_tensors.quantization.utils import calculate_range
 from torch import Tensor
 
+from sparseautomodel.column_blocks import MOST, are_compiled, round_block
 from sparseautomodel.scales import Grid, rounding
 
 _INNER = 32
@@ -27,6 +29,8 @@ def round_columns(
         factor: U of the columns in `order`, `[in, in]`.
         keep: bool `[rows, in]`: where it is False, values are 0 and stay 0.
     """
+    if block_size <= MOST and grid.args.type == "int" and are_compiled(values):
+        return _round_compiled(values, grid, factor, order, block_size, keep)
     # Transposed, a column is a run of memory.
     left = values.t().index_select(0, order)
     kept = None if keep is None else keep.t().index_select(0, order)
@@ -48,6 +52,21 @@ def round_columns(
             left[stop:last].addmm_(factor[start:stop, stop:last].t(), errors[start - first : stop - first], alpha=-1)
         left[last:].addmm_(factor[first:last, last:].t(), errors[: last - first], alpha=-1)
     return left.index_copy_(0, order, done).t().contiguous()
+
+
+def _round_compiled(
+    values: Tensor, grid: Grid, factor: Tensor, order: Tensor, block_size: int, keep: Tensor | None
+) -> Tensor:
+    left = values.index_select(1, order)
+    kept = None if keep is None else keep.index_select(1, order)
+    groups, columns = order // grid.width, len(order)
+    lowest, highest = (float(end) for end in calculate_range(grid.args, order.device))
+    for first in range(0, columns, block_size):
+        part, rest = slice(first, min(columns, first + block_size)), slice(first + block_size, columns)
+        errors = round_block(left, part, factor, grid.scale, grid.zero_point, groups, kept, (lowest, highest))
+        if rest.start < columns:
+            left[:, rest].addmm_(errors, factor[part, rest], alpha=-1)
+    return torch.empty_like(left).index_copy_(1, order, left)
 
 
 def descend(

@@ -33,6 +33,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from sparseautomodel import column_blocks
 from tests.block_families import save_family
 
 SMOLLM2 = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
@@ -60,6 +61,13 @@ settings.load_profile("repeatable")
 def seed() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def compiled_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of columns.c, and the operations of torch that devices and machines without them have."""
+    if request.param == "torch":
+        monkeypatch.setattr(column_blocks, "_functions", lambda: "not in this test")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from sparseautomodel.columns import descend, round_columns
 from sparseautomodel.scales import Grid, find_scales
 from sparseautomodel.statistics import inverse_factor, output_errors
 
+pytestmark = pytest.mark.usefixtures("compiled_or_not")
+
 
 def plainly(values: Tensor, scale: Tensor, group: int, factor: Tensor, order: list[int]) -> Tensor:
     left, done = values.double().clone(), torch.zeros_like(values, dtype=torch.float64)

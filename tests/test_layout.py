@@ -59,7 +59,7 @@ ROWS = (
     ),
     ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("codecs", "placed", "placement", "working", "philox", "registers"),
+    ("codecs", "placed", "placement", "working", "philox", "registers", "column_blocks"),
     (
         "charts",
         "compiler",

@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sparseautomodel.column_blocks import MOST, are_compiled, prune_block
 from sparseautomodel.columns import round_columns
 from sparseautomodel.masks import prune_mask
 from sparseautomodel.modifiers.base import Layer, ModifierError, Weight
@@ -246,6 +247,8 @@ def sparsegpt(
         factor: U, `[in, in]`.
         sparsity: share of zeros of the whole matrix; it does not count with a `structure` (n, m).
     """
+    if max(block_size, structure[1] if structure else 0) <= MOST and are_compiled(values):
+        return _sparsegpt_compiled(values, factor, sparsity, structure, block_size)
     left = values.t().clone(memory_format=torch.contiguous_format)  # transposed, a column is a run of memory
     alive = left != 0
     keep, gone = torch.empty_like(alive), torch.empty_like(alive)
@@ -262,9 +265,7 @@ def sparsegpt(
     for first in range(0, columns, block):
         last = min(columns, first + block)
         if structure is None:
-            # Rounded so that the blocks add up to the share of the whole.
-            pruned = round((sparsity or 0) * last * rows) - round((sparsity or 0) * first * rows)
-            choose(slice(first, last), pruned / (last - first) / rows)
+            choose(slice(first, last), _share(sparsity, rows, first, last))
         for start in range(first, last, inner):
             stop = min(last, start + inner)
             for column in range(start, stop):
@@ -277,6 +278,32 @@ def sparsegpt(
             left[stop:last].addmm_(factor[start:stop, stop:last].t(), errors[start - first : stop - first], alpha=-1)
         left[last:].addmm_(factor[first:last, last:].t(), errors[: last - first], alpha=-1)
     return left.t().contiguous(), keep.t().contiguous()
+
+
+def _sparsegpt_compiled(
+    values: Tensor, factor: Tensor, sparsity: float | None, structure: tuple[int, int] | None, block_size: int
+) -> tuple[Tensor, Tensor]:
+    left, (rows, columns) = values.clone(memory_format=torch.contiguous_format), values.shape
+    alive = left != 0
+    keep = torch.empty_like(alive)
+    width = 1 if structure is None else structure[1]
+    block = max(1, block_size // width) * width
+    for first in range(0, columns, block):
+        part, rest = slice(first, min(columns, first + block)), slice(first + block, columns)
+        if structure is None:
+            scores = left[:, part] / factor.diagonal()[part] * alive[:, part]
+            share = _share(sparsity, rows, part.start, part.stop)
+            keep[:, part] = prune_mask(scores, share).logical_and_(alive[:, part])
+        errors = prune_block(left, part, factor, alive, keep, structure)
+        if rest.start < columns:
+            left[:, rest].addmm_(errors, factor[part, rest], alpha=-1)
+    return left, keep
+
+
+def _share(sparsity: float | None, rows: int, first: int, last: int) -> float:
+    """Of zeros in a block of columns: rounded so that the blocks add up to the share of the whole."""
+    pruned = round((sparsity or 0) * last * rows) - round((sparsity or 0) * first * rows)
+    return pruned / (last - first) / rows
 
 
 def solve_kept(

@@ -35,6 +35,9 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 SHAPE = (40, 96)
 
 
+pytestmark = pytest.mark.usefixtures("compiled_or_not")
+
+
 @pytest.mark.parametrize("observer", ["minmax", "mse"])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_solutions_are_those_of_the_paper(weights: dict[str, Any], observer: str) -> None:

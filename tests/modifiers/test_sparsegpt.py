@@ -26,6 +26,9 @@ COLUMNS = 240
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "NVFP4A16")
 
 
+pytestmark = pytest.mark.usefixtures("compiled_or_not")
+
+
 @pytest.mark.parametrize("zeros", [0.0, 0.3], ids=["dense", "sparse"])
 @pytest.mark.parametrize("block_size", [128, 33])
 @pytest.mark.parametrize("structure", [None, (2, 4), (1, 4), (3, 5), (4, 8)], ids=str)
