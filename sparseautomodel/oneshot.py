@@ -32,6 +32,7 @@ from sparseautomodel.modifiers import Layer
 from sparseautomodel.plan import Plan, make_plan, planned_tensors
 from sparseautomodel.quantization_config import write_config
 from sparseautomodel.quantizer import CompressedConfig, CompressedQuantizer, StoredLayer, put
+from sparseautomodel.random_values import checked_seed
 from sparseautomodel.recipe import Recipe
 from sparseautomodel.report import Report, model_card, peak_nbytes
 from sparseautomodel.save import appear_when_complete, copy_side_files, parse_size, write_json, write_tensors
@@ -72,7 +73,7 @@ def oneshot(
         tokenizer: for texts as data, and saved beside the result; by default the source's own.
         num_samples, max_length, batch_size: of the calibration data, in rows, tokens and rows a forward.
         resume: go on with the blocks that a killed run with the same model, recipe and data has finished.
-        seed: set before calibration, for models that draw random numbers.
+        seed: set before calibration, for models that draw random numbers; a whole number from 0 on.
         device: where the modifiers run; the CPU by default.
         memory_budget: of calibration state in memory, a number of bytes or text: inputs that wait for others, and
             statistics. Inputs above it wait in a file beside `output`; and where even the forwards of one block do not
@@ -94,6 +95,10 @@ def oneshot(
     recipe, shard_nbytes, budget = Recipe.load(recipe), parse_size(max_shard_size), parse_size(memory_budget)
     if isinstance(memory_budget, bool) or budget < 0:
         raise ValueError(f"memory_budget={memory_budget!r} must be bytes, or text such as '1GB'")
+    if checked_seed(seed, "oneshot") is None or seed >= 2**64:
+        raise ValueError(
+            f"oneshot(seed={seed!r}): a result must come out again: a seed is from 0 to 2**64 - 1. Write 0"
+        )
     if data is not None and not any(modifier.needs_data for modifier in recipe.modifiers):
         warnings.warn("no modifier of the recipe needs data: data is not used", stacklevel=2)
     if isinstance(model, nn.Module):

@@ -233,3 +233,10 @@ def _assert_whole(output: Path, whole: Path) -> None:
     assert sorted(os.listdir(output)) == sorted(os.listdir(whole))
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert json.loads((output / "config.json").read_text()) == json.loads((whole / "config.json").read_text())
+
+
+@pytest.mark.parametrize("seed", [-1, "7", 1.0, True, None, 2**64])
+def test_a_seed_that_is_none_is_refused(tiny_llama: Path, tmp_path: Path, seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"oneshot\(seed=.*rite"):
+        oneshot(tiny_llama, "w4a16", output=tmp_path / "out", seed=seed)
+    assert not (tmp_path / "out").exists()
