@@ -134,7 +134,8 @@ def _last_line(command: list[str]) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    # Engines log to the same stream, also while they end.
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def show(recipe: str, results: dict[str, list[dict[str, float]]]) -> None:
