@@ -59,7 +59,7 @@ ROWS = (
     ),
     ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("codecs", "placed", "placement", "working", "philox", "registers", "column_blocks"),
+    ("codecs", "placed", "placement", "working", "philox", "registers", "column_blocks", "attention"),
     (
         "charts",
         "compiler",
@@ -77,7 +77,6 @@ ROWS = (
         "writes",
         "frames",
         "safetensors_file",
-        "attention",
         "read_only",
         "hooks",
     ),

@@ -37,7 +37,7 @@ def test_wheel_holds_the_package_and_the_recipes_only(wheel: Path) -> None:
     assert recipes == SHIPPED
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "sparseautomodel").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
-    assert {f"sparseautomodel/{name}" for name in ("py.typed", "columns.c", "registers.c")} <= set(names)
+    assert {f"sparseautomodel/{name}" for name in ("py.typed", "attention.c", "columns.c", "registers.c")} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
