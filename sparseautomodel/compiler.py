@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -56,8 +57,12 @@ def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | str:
         found = _loaded(place / name)
         return found or _made(source, command, place, name)
     except OSError:
+        pass
+    try:
         with tempfile.TemporaryDirectory() as own:  # what is loaded stays when its file is gone
             return _made(source, command, Path(own), name)
+    except OSError as error:
+        return f"{command[0]} cannot be run, or there is no folder for what it makes: {error}"
 
 
 @functools.cache
@@ -76,7 +81,11 @@ def _made(source: Path, command: list[str], place: Path, name: str) -> ctypes.CD
         part = Path(own) / name
         try:
             done = subprocess.run(
-                [*command, *FLAGS, str(source), "-o", str(part)], capture_output=True, text=True, timeout=_SECONDS
+                [*command, *FLAGS, str(source), "-o", str(part)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_SECONDS,
             )
         except subprocess.TimeoutExpired:
             return f"{command[0]} took longer than {_SECONDS} s"
@@ -90,6 +99,19 @@ def _made(source: Path, command: list[str], place: Path, name: str) -> ctypes.CD
 def _loaded(path: Path) -> ctypes.CDLL | None:
     """None where it is not there, or is not whole."""
     try:
-        return ctypes.CDLL(str(path)) if path.exists() else None
+        return ctypes.CDLL(str(path)) if _is_whole(path) else None
     except OSError:
         return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library goes on to its table of sections, which is its last part: loading less may end the process."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return False
+    if head[4] != 2:  # not of 64 bits: its header is another
+        return True
+    order = "<" if head[5] == 1 else ">"
+    (start,), (size, count) = struct.unpack_from(f"{order}Q", head, 40), struct.unpack_from(f"{order}HH", head, 58)
+    return path.stat().st_size >= start + size * count

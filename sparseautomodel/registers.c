@@ -408,7 +408,7 @@ static int grain_of(const Shape *of) {
 
 // Rows expanded at once: 256 KB of bfloat16, which stay in the second cache.
 static int64_t rows_at_once(const Shape *of) {
-    int64_t rows = (1 << 17) / padded(of->columns) / PANEL * PANEL;
+    int64_t rows = of->columns ? (1 << 17) / padded(of->columns) / PANEL * PANEL : PANEL;
     return rows < PANEL ? PANEL : rows > 64 ? 64 : rows;
 }
 
@@ -417,6 +417,7 @@ static void fill_table(int kind, const float *divisor, float *table) {
     for (int code = 0; code < 256; code++) {
         if (kind == E4M3) {
             table[code] = _cvtsh_ss((code << 7 & 0x3F80) | (code << 8 & 0x8000)) * 256.0f;
+            if ((code & 0x7F) == 0x7F) table[code] = NAN;
         } else {
             uint32_t bits = (uint32_t)code << 23;
             memcpy(&table[code], &bits, sizeof bits);
@@ -441,6 +442,7 @@ int multiply(const Shape *of, const void *codes, const void *scales, const void 
     for (int i = 0; i < (int)(sizeof KINDS / sizeof *KINDS); i++)
         if (KINDS[i].kind == of->codes && KINDS[i].grain == grain_of(of)) found = i;
     if (found < 0) return 1;
+    if (!tokens) return 0;
     float table[256];
     if (of->scales == E4M3 || of->scales == E8M0) fill_table(of->scales, divisor, table);
     const Weight weight = {*of, codes, scales, zeros, table}, *w = &weight;
@@ -467,6 +469,7 @@ int multiply(const Shape *of, const void *codes, const void *scales, const void 
         for (int64_t run = 0; run < (of->rows + step - 1) / step; run++) {
             int64_t start = run * step, count = smaller(step, of->rows - start);
             for (int64_t row = 0; row < count; row += PANEL) KINDS[found].panel(w, start + row, weights + row * width);
+            if (!width) memset(sums, 0, 4 * tokens * step);
             for (int64_t column = 0; column < width; column += DEPTH) {
                 int64_t depth = smaller(DEPTH, width - column);
                 for (int64_t b = 0; b < blocks; b++) {
@@ -606,7 +609,7 @@ int multiply_int8(const int8_t *weight, int64_t row_bytes, int64_t rows, int64_t
                   double steps, const float *given, uint16_t *y, int64_t tokens, int8_t *memory, int64_t threads) {
     int32_t sums[FEW];
     float own[FEW];
-    if (tokens > FEW) return 1;
+    if (tokens < 1 || tokens > FEW) return 1;
     for (int64_t t = 0; t < tokens; t++)
         own[t] = round_token(x + t * x_stride, columns, (float)steps, given, memory + t * columns, &sums[t]);
     const Integers all = {weight, bias, scales, rows, columns, row_bytes, (int32_t)scale_kind, (int32_t)is_one_scale};

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from sparseautomodel.compiler import compiled, processor_flags
+from sparseautomodel.compiler import compiled
 
 SOURCE = Path(__file__).with_name("registers.c")
 
@@ -48,7 +49,7 @@ class _Memory(threading.local):
     def of(self, size: int) -> int:
         """Where there are so many bytes."""
         if size > self.size:
-            self.held = torch.empty(size, dtype=torch.uint8)
+            self.held = torch.empty(size, dtype=torch.uint8, device="cpu")
             self.size, self.pointer = size, self.held.data_ptr()
         return self.pointer
 
@@ -107,21 +108,24 @@ def multiply(
         shape: out_features, in_features.
         shifts: a scale is that of so many rows and columns, as exponents of two (`row_shift`, `column_shift`).
 
-    Raises ValueError for groups that are too narrow, and RuntimeError where there are no such products (`why_not`).
+    Raises ValueError for groups that are too narrow and for inputs of another width or on another device, and
+    RuntimeError where there are no such products (`why_not`).
     """
-    if torch.compiler.is_compiling() or type(flat) is not Tensor:
+    if _is_watched(flat):
         return _operator(flat, codes, scales, zeros, divisor, kind, shape, shifts)
     return _multiply(_functions(), flat, codes, scales, zeros, divisor, kind, shape, shifts)
 
 
 def multiplies_int8(flat: Tensor, scale: Tensor) -> bool:
     """Whether `multiply_int8` is there for these inputs and this scale of a weight."""
+    if _is_watched(flat) or not flat.is_cpu:  # before sizes are compared, which binds those that trace them
+        return False
     tokens, columns = flat.shape
-    if not 0 < tokens <= FEW or columns > 2**15 or flat.dtype != torch.bfloat16 or scale.dtype not in _SCALES:
+    if not 0 < tokens <= FEW or columns > 2**15 or flat.dtype != torch.bfloat16:
         return False
-    if torch.compiler.is_compiling() or type(flat) is not Tensor:
+    if scale.dtype not in (torch.bfloat16, torch.float32):
         return False
-    return "avx512_vnni" in processor_flags() and why_not() is None
+    return why_not() is None and hasattr(_functions(), "multiply_int8")
 
 
 def multiply_int8(
@@ -136,11 +140,16 @@ def multiply_int8(
         scale: of the weight, one a row or one.
         num_bits: of the inputs.
         given: the scale of all inputs; None for one a token, its largest magnitude / (2 ** num_bits - 1) * 2.
+
+    Raises ValueError for inputs of another width.
     """
     functions: Any = _functions()
     tokens, columns = flat.shape
+    _check(flat, weight.shape[1])
+    weight, scale = weight.contiguous(), scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    output = torch.empty(tokens, len(weight), dtype=torch.bfloat16)
+    output = torch.empty(tokens, len(weight), dtype=torch.bfloat16, device="cpu")
     given = None if given is None else given.float()
     functions.multiply_int8(
         weight.data_ptr(),
@@ -163,6 +172,25 @@ def multiply_int8(
     return output
 
 
+def _is_watched(flat: Tensor) -> bool:
+    """Whether something follows the operations of torch that a call into C would be hidden from, or is no tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or type(flat) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _check(flat: Tensor, columns: int) -> None:
+    """Raise ValueError where memory would be read that is not there."""
+    if not flat.is_cpu or flat.shape[1] != columns:
+        raise ValueError(
+            f"inputs are {list(flat.shape)} on {flat.device}: this layer, on the CPU, takes [..., {columns}] there"
+        )
+
+
 def _multiply(
     functions: ctypes.CDLL | str,
     flat: Tensor,
@@ -176,9 +204,10 @@ def _multiply(
 ) -> Tensor:
     if isinstance(functions, str):
         raise RuntimeError(f"no products in registers: {functions}")
+    _check(flat, shape[1])
     zeros_kind = _NO_ZEROS if zeros is None else _PACKED_ZEROS if zeros.dtype == torch.int32 else _BYTE_ZEROS
     of = _shape(kind, shape, shifts, codes.stride(0) * codes.itemsize, _SCALES[scales.dtype], zeros_kind)
-    output = torch.empty(len(flat), shape[0], dtype=torch.bfloat16)
+    output = torch.empty(len(flat), shape[0], dtype=torch.bfloat16, device="cpu")
     flat, threads = flat if flat.stride(1) == 1 else flat.contiguous(), torch.get_num_threads()
     for first in range(0, len(flat), TOKENS):
         some, place = (
@@ -245,17 +274,18 @@ def _functions() -> ctypes.CDLL | str:
     found.working_bytes.argtypes = [of, integer, integer]
     weight = [pointer, pointer, pointer, pointer]
     found.multiply.argtypes = [of, *weight, pointer, integer, pointer, integer, integer, pointer, integer]
-    if "avx512_vnni" in processor_flags():
+    if hasattr(found, "multiply_int8"):  # the compiler knows of VNNI and has it for this processor
         weight = [pointer, integer, integer, integer, pointer, integer, integer, pointer]
         inputs = [pointer, integer, ctypes.c_double, pointer]
         found.multiply_int8.argtypes = [*weight, *inputs, pointer, integer, pointer, integer]
-    return found if _is_right(found) else "the compiled products are wrong on this machine"
+    with _disable_current_modes():
+        return found if _is_right(found) else "the compiled products are wrong on this machine"
 
 
 def _is_right(functions: ctypes.CDLL) -> bool:
     """Whether small products of whole numbers come out exactly."""
-    numbers = torch.arange(9 * 80).mul_(7).remainder_(5).sub_(2).view(9, 80)
-    scale = torch.ones(1)
+    numbers = torch.arange(9 * 80, device="cpu").mul_(7).remainder_(5).sub_(2).view(9, 80)
+    scale = torch.ones(1, dtype=torch.float32, device="cpu")
     for tokens in (2, 9):
         flat = numbers[:tokens].bfloat16()
         made = _multiply(functions, flat, numbers.char(), scale, None, None, "int8", (9, 80), (WHOLE, WHOLE))

@@ -17,11 +17,11 @@ def scratch(role: str, *shape: int, dtype: torch.dtype) -> Tensor:
     """
     count = math.prod(shape)
     if torch.compiler.is_compiling():
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     held = _held.__dict__.get(role)
     if held is None or held.nbytes < count * dtype.itemsize:
         with torch.inference_mode(False):  # usable in both modes
-            held = _held.__dict__[role] = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+            held = _held.__dict__[role] = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="cpu")
     return held[: count * dtype.itemsize].view(dtype).view(shape)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_damaged_file_is_made_again(source: Path) -> None:
     assert_seven(build(source))
 
 
+@pytest.mark.parametrize("kept", [0, 0.3, 0.9])
+def test_part_of_a_file_is_not_loaded(source: Path, kept: float) -> None:
+    """The loader of Linux would end the process."""
+    assert_seven(build(source))
+    (first,) = made(source)
+    whole = first.read_bytes()
+    first.unlink()
+    first.write_bytes(whole[: int(kept * len(whole))])
+    assert_seven(build(source))
+    assert len(first.read_bytes()) == len(whole)
+
+
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/cache"])
 def test_a_folder_that_cannot_be_written_to_is_no_hindrance(
     source: Path, folder: str, monkeypatch: pytest.MonkeyPatch
@@ -87,6 +100,22 @@ def test_what_a_user_set(source: Path, name: str, value: str, said: str, monkeyp
     found = build(source)
     assert isinstance(found, str) and said in found
     assert made(source) == [], "nothing is left behind"
+
+
+def test_a_compiler_that_the_system_cannot_run(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler_file = source.with_name("cc")
+    compiler_file.write_bytes(b"\0 no program")
+    compiler_file.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler_file))
+    assert "cannot be run" in str(build(source))
+
+
+def test_no_folder_can_be_written_to(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    assert "No usable temporary directory" in str(build(source))
 
 
 def test_a_compiler_with_options(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sparseautomodel import compiler, registers
 
@@ -186,6 +188,74 @@ def test_what_is_no_number_stays_none() -> None:
         assert output[0].isnan().all() and (output[1:] == 0).all()
 
 
+@pytest.mark.parametrize("tokens", [2, 7])
+@pytest.mark.parametrize("code", [127, 255])
+def test_a_scale_that_is_no_number_is_seen(tokens: int, code: int) -> None:
+    codes, _ = random_weight("fp4", 8, 64)
+    scale = torch.ones(8, 4).to(torch.float8_e4m3fn)
+    scale.view(torch.uint8)[3, 1] = code
+    flat = torch.ones(tokens, 64, dtype=BF16)
+    output = registers.multiply(flat, codes, scale, None, torch.ones(1), "fp4", (8, 64), (0, 4))
+    assert output[:, 3].isnan().all() and output.isnan().sum() == tokens
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 9])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 0), (0, 64), (0, 0)])
+def test_sizes_of_nothing(tokens: int, rows: int, columns: int) -> None:
+    flat, codes = torch.ones(tokens, columns, dtype=BF16), torch.ones(rows, columns, dtype=torch.int8)
+    shifts = registers.WHOLE, registers.WHOLE
+    output = registers.multiply(flat, codes, torch.ones(1), None, None, "int8", (rows, columns), shifts)
+    assert output.shape == (tokens, rows) and (output == 0).all()
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    codes, scale = torch.ones(8, 64, dtype=torch.int8), torch.ones(1)
+    for flat in (torch.ones(2, 63, dtype=BF16), torch.ones(2, 64, dtype=BF16, device="meta")):
+        with pytest.raises(ValueError, match=r"this layer, on the CPU, takes \[\.\.\., 64\] there"):
+            registers.multiply(flat, codes, scale, None, None, "int8", (8, 64), (registers.WHOLE, registers.WHOLE))
+    with pytest.raises(ValueError, match=r"inputs are \[2, 63\]"):
+        registers.multiply_int8(torch.ones(2, 63, dtype=BF16), codes, scale, None, 8, None)
+
+
+def test_the_default_device_and_dtype_are_others() -> None:
+    codes, _ = random_weight("int8", 8, 64)
+    flat, scale = torch.randn(3, 64).to(BF16), torch.rand(8, 1)
+
+    def products() -> list[torch.Tensor]:
+        own = registers.multiply(flat, codes, scale, None, None, "int8", (8, 64), (0, registers.WHOLE))
+        return [own, registers.multiply_int8(flat, codes.view(torch.int8), scale, None, 8, None)]
+
+    wanted = products()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            registers._functions.cache_clear()
+            registers._memory.size = 0
+            assert all(torch.equal(one, other) for one, other in zip(products(), wanted, strict=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_first_use_may_be_among_tensors_without_memory() -> None:
+    registers._functions.cache_clear()
+    with FakeTensorMode():
+        assert registers.why_not() is None
+
+
+def test_whoever_follows_operations_sees_the_product() -> None:
+    codes, _ = random_weight("int4", 8, 64)
+    scale = torch.rand(8, 1)
+
+    def product(flat: torch.Tensor) -> torch.Tensor:
+        return registers.multiply(flat, codes, scale, None, None, "int4", (8, 64), (0, registers.WHOLE))
+
+    first, other = torch.randn(3, 64).to(BF16), torch.randn(3, 64).to(BF16)
+    assert torch.equal(torch.jit.trace(product, (first,))(other), product(other))
+    assert torch.equal(make_fx(product)(first)(other), product(other))
+    rows = torch.stack([first, other])
+    assert torch.equal(torch.vmap(product)(rows), torch.stack([product(first), product(other)]))
+
+
 def test_groups_that_are_too_narrow_are_told() -> None:
     codes, _ = random_weight("int8", 8, 64)
     with pytest.raises(ValueError, match="groups of 8 columns are too narrow for int8"):
@@ -245,6 +315,31 @@ def test_integers_by_integers(
     sums = codes.long() @ weight.long().t()
     wanted = (sums.float() * own.float() * scale.float().view(-1) + bias.float()).to(BF16)
     assert torch.equal(registers.multiply_int8(flat, weight, scale, bias, bits, given_scale), wanted)
+
+
+def test_where_integers_by_integers_are_not_for() -> None:
+    flat, scale = torch.ones(1, 64, dtype=BF16), torch.ones(1)
+    assert not registers.multiplies_int8(flat.to("meta"), scale)
+    assert not registers.multiplies_int8(flat, scale.half()) and not registers.multiplies_int8(flat, scale.double())
+    with FakeTensorMode() as mode:
+        assert not registers.multiplies_int8(mode.from_tensor(flat), scale)
+
+
+def test_scales_and_biases_of_integers_may_lie_apart() -> None:
+    flat, weight = torch.randn(2, 70).to(BF16), torch.randint(-128, 128, (9, 70)).to(torch.int8)
+    scale, bias = torch.rand(9, 2)[:, :1], torch.randn(9, 2).to(BF16)[:, 0]
+    if not registers.multiplies_int8(flat, scale):
+        pytest.skip("no VNNI")
+    wanted = registers.multiply_int8(flat, weight, scale.contiguous(), bias.contiguous(), 8, None)
+    assert torch.equal(registers.multiply_int8(flat, weight.t().contiguous().t(), scale, bias, 8, None), wanted)
+
+
+def test_compilers_without_vnni_leave_the_other_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc -mno-avx512vnni")
+    monkeypatch.setattr(registers, "_functions", registers._functions.__wrapped__)
+    monkeypatch.setattr(registers, "compiled", compiler.compiled.__wrapped__)
+    assert registers.why_not() is None
+    assert not registers.multiplies_int8(torch.ones(1, 64, dtype=BF16), torch.ones(1))
 
 
 def test_integers_of_nothing_and_of_no_number() -> None:
