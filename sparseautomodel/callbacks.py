@@ -33,6 +33,10 @@ class Callbacks:
     def solve(self, layers: LayerSet) -> None:
         """Change the weights of the layers, in the modules."""
 
+    def rounded(self, name: str, inputs: Tensor) -> Tensor:
+        """Inputs of a layer as they are rounded when the result is run."""
+        return inputs
+
     def leave(self, block: str) -> None:
         """The block is done: store what it has become, and free it."""
 

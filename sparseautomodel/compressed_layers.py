@@ -96,14 +96,14 @@ class CompressedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self._own_forward or self.kernel.rounds_inputs):
-            input = _rounded(self, input, "input")
+            input = round_activations(self, input, "input")
         flat = input.reshape(-1, input.shape[-1])
         if torch.is_grad_enabled() and (flat.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             output = _Multiplication.apply(flat, self.bias, self)
         else:
             output = _multiplied(self, flat)
         output = output.view(*input.shape[:-1], self.out_features)
-        return output if self._own_forward else _rounded(self, output, "output")
+        return output if self._own_forward else round_activations(self, output, "output")
 
     def settle(self) -> None:
         """Have the fastest kernel there is, and its layout. For the compressed layers of a model: `settle(model)`."""
@@ -302,7 +302,9 @@ def _class_like(base: type) -> type:
     if kind is CompressedLinear and own is not nn.Linear.forward:
 
         def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return _rounded(self, own(self, _rounded(self, input, "input"), *args, **kwargs), "output")
+            return round_activations(
+                self, own(self, round_activations(self, input, "input"), *args, **kwargs), "output"
+            )
 
         body |= {"forward": forward, "_own_forward": True}
     return type(f"Compressed{base.__name__}", (base, kind), body)
@@ -318,8 +320,12 @@ def _hollow(base: type) -> Any:
     return object.__new__(base if base in (CompressedLinear, CompressedEmbedding) else _class_like(base))
 
 
-def _rounded(module: Any, values: Any, which: str) -> Any:
-    """Activations rounded as the scheme of `module` says, each token by itself."""
+def round_activations(module: Any, values: Any, which: str) -> Any:
+    """Activations, `which` is `input` or `output`, rounded as the scheme of `module` says, each token by itself.
+
+    `module` is whatever has a `quantization_scheme`, a `quantization_status` and, where they were found beforehand,
+    `input_scale` and so on.
+    """
     args = getattr(module.quantization_scheme, f"{which}_activations")
     if args is None:
         return values

@@ -18,6 +18,8 @@ class Forward:
 
     batch: Mapping[str, Tensor]
     witness: bool = False
+    result: bool = False
+    """Of a witness: whether it runs through what the model becomes, not through the source."""
     light: greenlet | None = None
     at: str | None = None
     """The block that it waits to enter, or END."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from compressed_tensors.quantization import QuantizationStatus
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from transformers.initialization import no_init_weights
 from sparseautomodel.architecture import Architecture, expert_merges
 from sparseautomodel.callbacks import Callbacks
 from sparseautomodel.checkpoint import Checkpoint, LazyTensor, Reads, StoredTensor, open_files
+from sparseautomodel.compressed_layers import round_activations
 from sparseautomodel.formats import compressed_tensors as storage
 from sparseautomodel.modifiers import Layer, Modifier, Weight
 from sparseautomodel.quantizer import put_experts
@@ -64,6 +67,8 @@ class Solving(Callbacks):
         self._ends: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
         self._started = 0.0
         self._ranges: dict[str, list[InputRange]] = {}
+        self._found_scales: dict[str, dict[str, Tensor]] = {}
+        """Of inputs, layer by layer, where the scheme has them found beforehand."""
         self.smoother = Smoother(modifiers, plans)
         self.errors: list[LayerError] = []
         self.seconds: dict[str, float] = {}
@@ -97,7 +102,7 @@ class Solving(Callbacks):
         """`path`, which lies outside the blocks, has become what is stored."""
         name = f"{path}.weight"
         self._ends[True].setdefault(name, self.model.get_parameter(name).detach())
-        self._ends[False][name] = self._dense(self._plans[path], stored).to(self._device)
+        self._ends[False][name] = self._dense(path, stored).to(self._device)
 
     def outside_tensors(self) -> dict[str, LazyTensor]:
         """What was read outside the blocks, as tensors in memory, so that it is not read again to be written."""
@@ -125,7 +130,7 @@ class Solving(Callbacks):
         for name, _ in list(self.model.get_submodule(block).named_parameters(prefix=block)) if known else []:
             path = name.rpartition(".")[0]
             changed = path in self._plans and name.endswith(".weight")
-            self._put(name, self._dense(self._plans[path], known) if changed else known[self._names[name]][...])
+            self._put(name, self._dense(path, known) if changed else known[self._names[name]][...])
         return bool(known)
 
     def found(self, block: str, sets: Sequence[LayerSet], run: Callable[[], Tensor]) -> None:
@@ -178,6 +183,13 @@ class Solving(Callbacks):
         for name, plan in zip(layers.names, plans, strict=True):
             self._store(name, plan, weights[plan.layer.name])
             self.smoother.keep(name, weights[plan.layer.name])
+
+    def rounded(self, name: str, inputs: Tensor) -> Tensor:
+        scheme = self._plans[name].scheme
+        if scheme is None or scheme.input_activations is None:
+            return inputs
+        said = {"quantization_scheme": scheme, "quantization_status": QuantizationStatus.COMPRESSED}
+        return round_activations(SimpleNamespace(**said, **self._found_scales.get(name, {})), inputs, "input")
 
     def _ranges_of(self, layers: LayerSet) -> list[InputRange]:
         """Ranges of the inputs of the same layers in the block's other experts, as far as tokens came to them."""
@@ -247,10 +259,15 @@ class Solving(Callbacks):
         self._results |= {name: value.cpu() for name, value in outputs.items()}
         if not path.startswith(self._blocks):
             self.change_outside(path, outputs)
-        self._put(f"{path}.weight", self._dense(plan, outputs))
+        self._put(f"{path}.weight", self._dense(path, outputs))
 
-    def _dense(self, plan: LayerPlan, stored: Mapping[str, Any]) -> Tensor:
+    def _dense(self, path: str, stored: Mapping[str, Any]) -> Tensor:
+        """The weight that is stored for a layer; the scales of its inputs are kept."""
+        plan = self._plans[path]
         parts = {name.rpartition(".")[2]: stored[name][...] for name in plan.outputs()}
+        self._found_scales[path] = {
+            name: part.to(self._device) for name, part in parts.items() if name.startswith("input")
+        }
         if plan.scheme is None:
             return parts["weight"]
         return storage.decode(parts, plan.scheme, dtype=plan.layer.dtype)

@@ -106,7 +106,7 @@ class _Walk:
         self._model, self._blocks, self._layers, self._callbacks = model, list(blocks), layers, callbacks
         self._forwards = [Forward(batch) for batch in batches]
         self._sources = [Forward(row, witness=True) for row in witnesses]
-        self._results = [Forward(row, witness=True) for row in witnesses]
+        self._results = [Forward(row, witness=True, result=True) for row in witnesses]
         self._room, self._by_light = room, dict[Any, Forward]()
         self._set_of: dict[str, LayerSet] = {}
         self._left: set[str] = set()
@@ -337,7 +337,15 @@ class _Walk:
             wait()
             witness.at = END
 
-    def _meet(self, name: str, inputs: Tensor) -> None:
+    def _meet(self, name: str, inputs: Tensor) -> Tensor | None:
+        """Called before a layer is; what it returns is given to the layer instead."""
+        forward = self._by_light.get(getcurrent())
+        if forward is not None and forward.result and inputs.is_floating_point():
+            return self._callbacks.rounded(name, inputs)
+        self._wait_for_set(name, inputs, forward)
+        return None
+
+    def _wait_for_set(self, name: str, inputs: Tensor, forward: Forward | None) -> None:
         layers = self._set_of.get(name)
         if layers is None or layers.solved or not inputs.is_floating_point():  # an embedding sees no statistic
             return
@@ -348,7 +356,6 @@ class _Walk:
                 if layers is self._gathering[-1]:
                     raise _Gathered
             return
-        forward = self._by_light.get(getcurrent())
         if forward is None or forward.witness:
             return
         _see(layers, inputs)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -23,6 +24,7 @@ from sparseautomodel.checkpoint import open_checkpoint
 from sparseautomodel.masks import satisfies
 from sparseautomodel.plan import PlanError
 from sparseautomodel.recipe import shipped
+from sparseautomodel.solving import Solving
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -275,3 +277,40 @@ def test_inputs_that_are_not_one_a_row_stay_whole() -> None:
     assert [part["input_ids"].shape for part in _parts(long, torch.device("cpu"))] == [(1, 3000)]
     pictures = {"pixel_values": torch.ones(5, 3, 4, 4)}  # how many there are to a row is not known
     assert list(_parts(pictures, torch.device("cpu"))) == [pictures]
+
+
+INT4_INPUTS = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "strategy": "channel"},
+    "input_activations": {"num_bits": 4, "strategy": "tensor"},
+}
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mixtral", "tiny_gemma3"])
+@pytest.mark.parametrize("keys", ["W8A8", "FP8", "FP8_DYNAMIC", "NVFP4", {"config_groups": {"group": INT4_INPUTS}}])
+def test_verdict_is_of_the_result_as_it_runs(
+    model: str, keys: Any, rows: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs that are rounded at run time are rounded in the verdict too, also in blocks of a run before it."""
+    source, keys = request.getfixturevalue(model), {"scheme": keys} if isinstance(keys, str) else keys
+    run: dict[str, Any] = {"data": rows, "num_samples": 4, "output": tmp_path / "out"}
+
+    leave = Solving.leave
+
+    def stop(self: Solving, block: str) -> None:
+        leave(self, block)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # after the first block is written
+        patch.setattr(Solving, "leave", stop)
+        with pytest.raises(KeyboardInterrupt):
+            oneshot(source, recipe({"GPTQModifier": keys}), **run)
+    report = oneshot(source, recipe({"GPTQModifier": keys}), resume=True, **run)
+    result = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out", execution="compressed")
+    losses = []
+    for row in rows[4:]:
+        ids = row["input_ids"][None]
+        with torch.no_grad():
+            losses.append(cross_entropy(result(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none"))
+    perplexity = float(torch.cat(losses).mean().exp())
+    assert report.calibration["verdict"]["result"] == pytest.approx(perplexity, rel=4e-3)  # bfloat16

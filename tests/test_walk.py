@@ -274,8 +274,9 @@ def test_freed_memory_goes_back_on_the_way(
     assert len(times) >= len(batches) * 8  # four sets in each of two blocks
 
 
-def test_attention_is_blockwise_during_the_walk_and_not_after(
-    tiny_llama: Path, batches: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["compiled_attention", "block_attention"])
+def test_attention_is_our_own_during_the_walk_and_not_after(
+    way: str, tiny_llama: Path, batches: list[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[int] = []
 
@@ -284,7 +285,8 @@ def test_attention_is_blockwise_during_the_walk_and_not_after(
         return block_attention(query, *args)
 
     monkeypatch.setattr("sparseautomodel.attention._is_faster", lambda: True)
-    monkeypatch.setattr("sparseautomodel.attention.block_attention", counted)
+    monkeypatch.setattr("sparseautomodel.attention.has_compiled", lambda *given: way == "compiled_attention")
+    monkeypatch.setattr(f"sparseautomodel.attention.{way}", counted)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     run(model, batches, witnesses=[{"input_ids": batches[0]["input_ids"][:1]}])
     rows = [len(batch["input_ids"]) for batch in batches]
