@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from sparseautomodel.compiler import compiled
 from sparseautomodel.scratch import scratch
@@ -26,24 +23,45 @@ _MORE = 2
 """Columns that queries and keys get for what is taken from the scores: even, since the instructions take pairs."""
 
 
-class BlockAttention(TorchFunctionMode):
-    """While it is entered, `scaled_dot_product_attention` of the calling thread takes that of this file where it can.
+def fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    """Whether `attend` is for these arguments of `scaled_dot_product_attention`, and faster than torch's own.
 
-    That is where keys and values are bfloat16, on a processor with its own instructions for them, and no mask is given.
-    torch's kernel does not use these instructions there (without AMX): it takes six times as long as what is compiled
-    here, and more than twice as long as `block_attention`, which is for machines without a compiler.
+    That is where queries, keys and values are bfloat16, on a processor with its own instructions for them, and no mask
+    is given. torch's kernel does not use these instructions there (without AMX): it takes six times as long as what is
+    compiled here, and more than twice as long as `block_attention`, which is for machines without a compiler.
     """
+    if attn_mask is not None or dropout_p or query.ndim != 4 or query.requires_grad or not _is_faster():
+        return False
+    kinds = {(one.dtype, one.device.type) for one in (query, key, value)}
+    (batch, heads, tokens, width), shared = query.shape, key.shape[1]
+    alike = key.shape == (batch, shared, tokens, width) and value.shape[:3] == key.shape[:3]
+    grouped = heads == shared or (enable_gqa and heads % shared == 0)
+    short = 0 < heads * tokens * _FEWEST <= _SCORES
+    return kinds == {(torch.bfloat16, "cpu")} and alike and grouped and short
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.scaled_dot_product_attention and _fits(*args, **(kwargs or {})):
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` where `fits` is True of the arguments."""
+    way = compiled_attention if has_compiled(query, key, value) else block_attention
+    return way(query, key, value, query.shape[3] ** -0.5 if scale is None else scale, is_causal)
 
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
@@ -110,40 +128,6 @@ def _shifted(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     own = (scaled * key[:, None]).sum(-1)
     torch.maximum(first, own, out=queries[..., width])
     return queries, keys
-
-
-def _fits(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> bool:
-    if attn_mask is not None or dropout_p or query.ndim != 4 or query.requires_grad or not _is_faster():
-        return False
-    kinds = {(one.dtype, one.device.type) for one in (query, key, value)}
-    (batch, heads, tokens, width), shared = query.shape, key.shape[1]
-    alike = key.shape == (batch, shared, tokens, width) and value.shape[:3] == key.shape[:3]
-    grouped = heads == shared or (enable_gqa and heads % shared == 0)
-    short = 0 < heads * tokens * _FEWEST <= _SCORES
-    return kinds == {(torch.bfloat16, "cpu")} and alike and grouped and short
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    way = compiled_attention if has_compiled(query, key, value) else block_attention
-    return way(query, key, value, query.shape[3] ** -0.5 if scale is None else scale, is_causal)
 
 
 def _is_faster() -> bool:

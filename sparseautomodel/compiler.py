@@ -18,6 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from sparseautomodel.cache_folder import cache_folder
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
@@ -63,6 +66,17 @@ def compiled(source: Path, needs: frozenset[str]) -> ctypes.CDLL | str:
             return _made(source, command, Path(own), name)
     except OSError as error:
         return f"{command[0]} cannot be run, or there is no folder for what it makes: {error}"
+
+
+def is_followed(tensor: Tensor) -> bool:
+    """Whether something follows operations of torch that a call into C would be hidden from, or `tensor` is none."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 @functools.cache

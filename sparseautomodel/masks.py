@@ -10,10 +10,17 @@ and a NaN is kept, where a check for finite values finds it, and does not pass f
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
+
+from sparseautomodel.compiler import compiled, is_followed
+
+SOURCE = Path(__file__).with_name("masks.c")
 
 MAX_GROUP = 16
 """The largest M of N:M."""
@@ -25,6 +32,9 @@ _BITS = {
     torch.float64: torch.int64,
 }
 _DIGIT = 16
+
+_COMPILED = (2, 4, 8, 16)
+"""The M that masks.c is for: a register holds whole groups."""
 
 
 def parse_structure(text: str) -> tuple[int, int] | None:
@@ -124,6 +134,8 @@ def zero_outside(values: torch.Tensor, keep: torch.Tensor) -> None:
 def violations(values: torch.Tensor, n: int, m: int) -> int:
     """How many groups of `m` consecutive columns of `values` `[rows, cols]` have more than `n` nonzeros."""
     _check_structure(values, n, m)
+    if (found := _compiled("count_violations", values, n, m)) is not None:
+        return found
     broken = 0
     for block in _row_blocks(values):
         nonzero = (block != 0).reshape(-1).view(torch.uint8)
@@ -154,6 +166,8 @@ def _structured_mask(scores: torch.Tensor, n: int, m: int) -> torch.Tensor:
     """
     _check_structure(scores, n, m)
     mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+    if _compiled("keep_largest", scores, n, m, mask.data_ptr()) is not None:
+        return mask
     blocks = _row_blocks(scores)
     if not blocks:
         return mask
@@ -261,3 +275,28 @@ def _check_structure(values: torch.Tensor, n: int, m: int) -> None:
             f"{n}:{m} needs a multiple of {m} columns, the matrix is {list(values.shape)}. "
             "Put the layer under `ignore` or prune it unstructured"
         )
+
+
+def _compiled(name: str, values: torch.Tensor, n: int, m: int, *places: int) -> int | None:
+    """What a function of masks.c returns, or None where there is none for these values."""
+    functions = _functions()
+    narrow = values.dtype in _BITS and values.itemsize <= 4
+    there = narrow and values.is_cpu and values.is_contiguous() and not is_followed(values)
+    if isinstance(functions, str) or not there or m not in _COMPILED:
+        return None
+    given = values.data_ptr(), values.itemsize, values.numel(), n, m
+    return getattr(functions, name)(*given, *places, torch.get_num_threads()) or 0
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL | str:
+    """Those of masks.c, or why there are none."""
+    found = compiled(SOURCE, frozenset({"avx512f", "avx512bw", "avx512vl"}))
+    if isinstance(found, str):
+        return found
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    found.keep_largest.restype = None
+    found.keep_largest.argtypes = (pointer, integer, integer, integer, integer, pointer, integer)
+    found.count_violations.argtypes = (pointer, integer, integer, integer, integer, integer)
+    found.count_violations.restype = integer
+    return found

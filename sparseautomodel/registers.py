@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sparseautomodel.compiler import compiled
+from sparseautomodel.compiler import compiled, is_followed
 
 SOURCE = Path(__file__).with_name("registers.c")
 
@@ -111,14 +111,14 @@ def multiply(
     Raises ValueError for groups that are too narrow and for inputs of another width or on another device, and
     RuntimeError where there are no such products (`why_not`).
     """
-    if _is_watched(flat):
+    if is_followed(flat):
         return _operator(flat, codes, scales, zeros, divisor, kind, shape, shifts)
     return _multiply(_functions(), flat, codes, scales, zeros, divisor, kind, shape, shifts)
 
 
 def multiplies_int8(flat: Tensor, scale: Tensor) -> bool:
     """Whether `multiply_int8` is there for these inputs and this scale of a weight."""
-    if _is_watched(flat) or not flat.is_cpu:  # before sizes are compared, which binds those that trace them
+    if is_followed(flat) or not flat.is_cpu:  # before sizes are compared, which binds those that trace them
         return False
     tokens, columns = flat.shape
     if not 0 < tokens <= FEW or columns > 2**15 or flat.dtype != torch.bfloat16:
@@ -170,17 +170,6 @@ def multiply_int8(
         torch.get_num_threads(),
     )
     return output
-
-
-def _is_watched(flat: Tensor) -> bool:
-    """Whether something follows the operations of torch that a call into C would be hidden from, or is no tensor."""
-    return (
-        torch.compiler.is_compiling()
-        or type(flat) is not Tensor
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def _check(flat: Tensor, columns: int) -> None:

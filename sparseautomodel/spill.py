@@ -13,7 +13,9 @@ from torch import Tensor
 from sparseautomodel.allocator import give_back, held_nbytes, used_nbytes
 
 _SLACK = 3 << 26
-"""Bytes of freed memory that the process may hold above the most that it has used."""
+"""Bytes of freed memory that the process may hold above the most that it has used, at first. What grows back lies
+between what is used, and giving it back each time takes a seventh of the time of a walk: so each time half as much more
+is allowed, up to twice as much."""
 
 _SMALLEST = 1 << 16
 """Bytes below which a tensor is not worth a file of its own."""
@@ -33,6 +35,7 @@ class Spill:
         self._held = 0
         self._apart = held_nbytes() - used_nbytes()
         """Memory of the process that is not the allocator's."""
+        self._slack = _SLACK
         self._needed = 0
         """The most that the process has been seen to use."""
         self._mapped: weakref.WeakValueDictionary[int, _Map] = weakref.WeakValueDictionary()
@@ -69,10 +72,11 @@ class Spill:
         is used again.
         """
         held = held_nbytes()
-        if held > self._needed + _SLACK:
+        if held > self._needed + self._slack:
             self._needed = max(self._needed, self._apart + used_nbytes())
-        if held > self._needed + _SLACK:
+        if held > self._needed + self._slack:
             give_back()
+            self._slack = min(self._slack + _SLACK // 2, 2 * _SLACK)
 
     def __len__(self) -> int:
         """How many tensors wait in files."""

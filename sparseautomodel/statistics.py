@@ -15,11 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sparseautomodel.squares import column_squares
+
 _CHUNK = 2048
 """Tokens that are added at once, wherever updates were cut: so the cut does not change one bit of the result."""
-
-_CACHED = 512
-"""Tokens whose squares stay in a core's own cache until they are summed: twice as fast as from memory."""
 
 _PANELS, _WIDEST = 6, 512
 """Runs of columns, and their most, in which the upper half of X^T X is computed: at most 58 % of all products."""
@@ -194,11 +193,8 @@ class ColumnNorm:
         _check_inputs(inputs, self.columns)
         inputs = inputs.detach().to(self._device)
         self.tokens += len(inputs)
-        for chunk in inputs.split(_CACHED):
-            # In float64 across chunks, so that it does not matter how the tokens were cut.
-            exact = chunk.to(torch.float32, copy=True)
-            squares = exact.mul_(exact).sum(0).double()
-            self._sum = squares if self._sum is None else self._sum + squares
+        squares = column_squares(inputs)  # float64, so that it does not matter how the tokens were cut
+        self._sum = squares if self._sum is None else self._sum + squares
 
     @property
     def value(self) -> Tensor:

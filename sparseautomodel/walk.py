@@ -24,8 +24,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
 
 from sparseautomodel.allocator import give_back
-from sparseautomodel.attention import BlockAttention
 from sparseautomodel.callbacks import Callbacks
+from sparseautomodel.fast_forward import FastForward
 from sparseautomodel.forwards import Forward, first_tensor, run_block, wait
 from sparseautomodel.kv_cache import ObservedCache
 from sparseautomodel.sets import LayerSet, input_sets, is_expert
@@ -107,7 +107,7 @@ class _Walk:
         self._forwards = [Forward(batch) for batch in batches]
         self._sources = [Forward(row, witness=True) for row in witnesses]
         self._results = [Forward(row, witness=True, result=True) for row in witnesses]
-        self._room, self._by_light = room, dict[Any, Forward]()
+        self._room, self._by_light, self._fast = room, dict[Any, Forward](), FastForward()
         self._set_of: dict[str, LayerSet] = {}
         self._left: set[str] = set()
         self._known_sets: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
@@ -199,7 +199,7 @@ class _Walk:
             forward.at, forward.args, forward.kwargs = None, (), None
             if self._cache is not None:
                 self._cache.recording = not forward.witness
-            with BlockAttention():
+            with self._fast:
                 forward.light.switch(forward)
             if self._cache is not None:
                 self._cache.recording = False
@@ -228,7 +228,7 @@ class _Walk:
             try:
                 for forward in here:
                     self._seen = set()
-                    with contextlib.suppress(_Gathered), BlockAttention():
+                    with contextlib.suppress(_Gathered), self._fast:
                         run_block(block, forward.args, forward.kwargs or {})
                     self._rest(forward)
             finally:

@@ -14,8 +14,8 @@ from torch.nn import functional
 ROWS = 2
 """Rows that run through both models."""
 
-_TOKENS = 64
-"""Tokens whose logits are compared at once."""
+_LOGITS = 2**19
+"""Logits of each model that are compared at once: what the caches hold."""
 
 _WORSE = 2.0
 """How many times the source's perplexity is too much."""
@@ -95,8 +95,9 @@ class Comparison:
         causal = labels is not None and labels.shape == logits.shape[:2]
         last = logits.shape[1] - (1 if causal else 0)
         sums = torch.zeros(4, dtype=torch.float64)
-        for start in range(0, last, _TOKENS):
-            part = slice(start, min(last, start + _TOKENS))
+        step = max(1, _LOGITS // logits.shape[2])
+        for start in range(0, last, step):
+            part = slice(start, min(last, start + step))
             first, second = (one.logits[:, part].float().log_softmax(-1) for one in (source, result))
             sums[0] += (first.exp() * (first - second)).sum().double().cpu()
             sums[1] += (first.argmax(-1) == second.argmax(-1)).sum().cpu()

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from sparseautomodel import column_blocks
+from sparseautomodel import column_blocks, masks, pairs, squares
 from tests.block_families import save_family
 
 SMOLLM2 = Path(__file__).resolve().parents[1] / ".cache" / "smollm2"
@@ -65,9 +65,10 @@ def seed() -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def compiled_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of columns.c, and the operations of torch that devices and machines without them have."""
+    """The functions of the C files, and the operations of torch that devices and machines without them have."""
     if request.param == "torch":
-        monkeypatch.setattr(column_blocks, "_functions", lambda: "not in this test")
+        for module in (column_blocks, masks, squares, pairs):
+            monkeypatch.setattr(module, "_functions", lambda: "not in this test")
 
 
 @pytest.fixture(scope="session")

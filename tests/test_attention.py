@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparseautomodel import attention
-from sparseautomodel.attention import BlockAttention, block_attention, compiled_attention
+from sparseautomodel.attention import block_attention, compiled_attention
+from sparseautomodel.fast_forward import FastForward
 
 WHY_NOT = attention._functions()
 NEEDS_C = pytest.mark.skipif(isinstance(WHY_NOT, str), reason=str(WHY_NOT))
@@ -98,7 +99,7 @@ def test_taken_only_inside_and_for_grouped_heads(taken: list[int]) -> None:
     query, key, value = inputs(6, 2, 40)
     plain = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert not taken
-    with BlockAttention():
+    with FastForward():
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert taken == [40]
     assert relative_error(found, plain.double()) < 1e-4
@@ -123,7 +124,7 @@ def test_left_to_torch(case: str, taken: list[int], monkeypatch: pytest.MonkeyPa
     torch.manual_seed(1)
     plain = functional.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
     torch.manual_seed(1)
-    with BlockAttention():
+    with FastForward():
         found = functional.scaled_dot_product_attention(query, key, value, **options)  # type: ignore[arg-type]
     assert not taken and torch.equal(plain, found)
 
@@ -132,7 +133,7 @@ def test_processors_without_bfloat16_are_left_to_torch(monkeypatch: pytest.Monke
     query, key, value = inputs(4, 4, 40)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     plain = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    with BlockAttention():
+    with FastForward():
         assert torch.equal(functional.scaled_dot_product_attention(query, key, value, is_causal=True), plain)
 
 
@@ -195,6 +196,6 @@ def test_shapes_that_are_not_compiled() -> None:
 @NEEDS_C
 def test_the_compiled_one_is_taken_where_it_is() -> None:
     query, key, value = inputs(6, 2, 40)
-    with BlockAttention():
+    with FastForward():
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     assert torch.equal(found, compiled_attention(query, key, value, 0.25, True))

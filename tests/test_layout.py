@@ -56,13 +56,13 @@ ROWS = (
         "rotations",
         "construction",
         "contracts",
+        "fast_forward",
     ),
     ("modifiers", "formats", "checkpoint", "recorded"),
     ("columns", "float_inputs", "half_tiles", "random_values"),
-    ("codecs", "placed", "placement", "working", "philox", "registers", "column_blocks", "attention"),
+    ("codecs", "placed", "placement", "working", "philox", "registers", "column_blocks", "attention", "pairs"),
     (
         "charts",
-        "compiler",
         "crossover",
         "masks",
         "ranges",
@@ -80,6 +80,8 @@ ROWS = (
         "read_only",
         "hooks",
     ),
+    ("squares",),
+    ("compiler",),
     ("allocator", "cache_folder", "scratch"),
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}

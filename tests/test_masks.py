@@ -312,3 +312,19 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "_row_blocks", lambda matrix: matrix.split(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("structure", [(1, 2), (2, 4), (1, 4), (4, 4), (3, 8), (4, 8), (5, 16), (8, 16)])
+@pytest.mark.parametrize("shape", [(1, 16), (3, 48), (1001, 64)])
+def test_compiled_masks_are_those_of_torch(
+    shape: tuple[int, int], structure: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties, zeros of both signs and NaN included."""
+    scores = (torch.randn(shape) * 3).round().to(dtype)
+    scores[:, 3], scores[0, 5], scores[0, 6] = -0.0, math.nan, math.inf
+    found, broken = prune_mask(scores, None, structure), violations(scores, *structure)
+    monkeypatch.setattr(masks, "_functions", lambda: "not in this test")
+    assert torch.equal(found, prune_mask(scores, None, structure))
+    assert broken == violations(scores, *structure)
+    assert violations(torch.where(found, scores, torch.zeros((), dtype=dtype)), *structure) == 0

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import gc
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from sparseautomodel.allocator import used_nbytes
 from sparseautomodel.spill import Spill
-
-
-def anonymous() -> int:
-    """Bytes of this process that no file stands behind."""
-    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -38,18 +31,17 @@ def test_values_and_views_of_a_spilled_tensor(dtype: torch.dtype, tmp_path: Path
 
 def test_tensors_above_the_budget_leave_memory(tmp_path: Path) -> None:
     spill, size = Spill(tmp_path, 8 << 20), 4 << 20
-    before, tensors = anonymous(), []
+    before, tensors = used_nbytes(), []
     for number in range(12):
         tensors.append(torch.full((size // 4,), float(number)))
         spill.wait(tensors[-1])
+    assert used_nbytes() - before < 3 * size  # two have room
     spill.rest()
-    most = before + 5 * size  # two have room, and the allocator keeps what it likes of others
-    assert anonymous() < most
     mapped = [tensor for tensor in tensors if spill.holds(tensor)]
-    assert len(mapped) == 10  # two have room
+    assert len(mapped) == 10
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
     spill.rest()
-    assert anonymous() < most
+    assert used_nbytes() - before < 3 * size
     del tensors, mapped
     gc.collect()
     assert len(spill) == 0
@@ -79,10 +71,10 @@ def test_memory_goes_back_once_it_has_grown_beyond_what_was_used(
     monkeypatch.setattr("sparseautomodel.spill.held_nbytes", lambda: held[0])
     monkeypatch.setattr("sparseautomodel.spill.used_nbytes", lambda: used[0])
     spill = Spill(tmp_path, 0)  # 10 MB are not the allocator's
-    for megabytes, in_use in ((100, 90), (130, 90), (140, 90), (250, 190), (231, 50), (240, 50)):
+    for megabytes, in_use in ((100, 90), (130, 90), (140, 90), (250, 190), (264, 50), (265, 50), (266, 50)):
         held[0], used[0] = megabytes << 20, in_use << 20
         spill.trim()
-    assert trimmed == [140, 250, 240]
+    assert trimmed == [140, 250, 265, 266]  # 32 MB more than was needed at first, then 48, and 64 from then on
 
 
 def test_what_cannot_be_moved_stays(tmp_path: Path) -> None:
