@@ -5,6 +5,7 @@ A request that fails is tried again a few times and goes on where it stopped; wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -39,8 +40,14 @@ class DownloadError(CheckpointError):
 
 
 def new_client() -> httpx2.Client:
-    """Connections that several files of a server can share."""
-    return httpx2.Client(follow_redirects=True, timeout=TIMEOUT)
+    """Connections that several files of a server can share. They are closed when the last file is gone."""
+    return _Client(follow_redirects=True, timeout=TIMEOUT)
+
+
+class _Client(httpx2.Client):
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process parts of it may be gone already
+            self.close()
 
 
 class RemoteFile:

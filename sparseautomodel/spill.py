@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
+import time
 import weakref
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from torch import Tensor
 from sparseautomodel.allocator import give_back, held_nbytes, used_nbytes
 
 _SLACK = 3 << 26
-"""Bytes of freed memory that the process may hold above the most that it has used, at first. What grows back lies
-between what is used, and giving it back each time takes a seventh of the time of a walk: so each time half as much more
-is allowed, up to twice as much."""
+"""Bytes of freed memory that the process may hold above the most that it has used, at first."""
+
+_SHARE = 0.02
+"""Of the time, which giving memory back may take: where it takes more, half of `_SLACK` more is allowed each time, up to
+twice as much. What grows back lies between what is used, and to get it back takes longer than to give it."""
 
 _SMALLEST = 1 << 16
 """Bytes below which a tensor is not worth a file of its own."""
@@ -35,7 +38,7 @@ class Spill:
         self._held = 0
         self._apart = held_nbytes() - used_nbytes()
         """Memory of the process that is not the allocator's."""
-        self._slack = _SLACK
+        self._slack, self._spent, self._started = _SLACK, 0.0, time.perf_counter()
         self._needed = 0
         """The most that the process has been seen to use."""
         self._mapped: weakref.WeakValueDictionary[int, _Map] = weakref.WeakValueDictionary()
@@ -75,8 +78,12 @@ class Spill:
         if held > self._needed + self._slack:
             self._needed = max(self._needed, self._apart + used_nbytes())
         if held > self._needed + self._slack:
+            clock = time.perf_counter()
             give_back()
-            self._slack = min(self._slack + _SLACK // 2, 2 * _SLACK)
+            now = time.perf_counter()
+            self._spent += now - clock
+            if self._spent > _SHARE * (now - self._started):
+                self._slack = min(self._slack + _SLACK // 2, 2 * _SLACK)
 
     def __len__(self) -> int:
         """How many tensors wait in files."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import struct
 from collections.abc import Iterator
@@ -97,6 +99,23 @@ def test_a_file_that_changes_meanwhile(server: Served) -> None:
     server.tag = "second"
     with pytest.raises(DownloadError, match="was changed while it was read"):
         file.read(4, 8)
+
+
+@pytest.mark.parametrize("failure", ["", "404", "shifted"])
+def test_connections_are_closed_when_the_files_are_gone(failure: str, server: Served) -> None:
+    client = ranged.new_client()
+    pool = client._transport._pool  # type: ignore[attr-defined]
+    files = [RemoteFile(f"{server.url}/model.safetensors", client=client) for _ in range(2)]
+    server.failures = [failure]
+    with contextlib.suppress(DownloadError):
+        files[0].read(0, 4)
+    files[1].read(0, 4)
+    (held,) = pool.connections
+    del client, files[0]
+    assert not held.is_closed()
+    files.clear()
+    gc.collect()
+    assert held.is_closed()
 
 
 def test_no_server_at_all() -> None:

@@ -57,15 +57,19 @@ def test_room_is_given_back_by_tensors_that_are_gone(tmp_path: Path) -> None:
         del tensor
 
 
+@pytest.mark.parametrize(("takes", "wanted"), [(1.0, [140, 250, 265, 266]), (0.001, [140, 250, 264, 265, 266])])
 def test_memory_goes_back_once_it_has_grown_beyond_what_was_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    takes: float, wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, used, trimmed = [100 << 20], [90 << 20], []
+    """32 MB more than was needed; where that takes long, 48 after the first time, and 64 from the second on."""
+    held, used, trimmed, now = [100 << 20], [90 << 20], [], [0.0]
 
     def give_back() -> None:
+        now[0] += takes
         trimmed.append(held[0] >> 20)
         held[0] = (10 << 20) + used[0]
 
+    monkeypatch.setattr("sparseautomodel.spill.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("sparseautomodel.spill._SLACK", 32 << 20)
     monkeypatch.setattr("sparseautomodel.spill.give_back", give_back)
     monkeypatch.setattr("sparseautomodel.spill.held_nbytes", lambda: held[0])
@@ -74,7 +78,8 @@ def test_memory_goes_back_once_it_has_grown_beyond_what_was_used(
     for megabytes, in_use in ((100, 90), (130, 90), (140, 90), (250, 190), (264, 50), (265, 50), (266, 50)):
         held[0], used[0] = megabytes << 20, in_use << 20
         spill.trim()
-    assert trimmed == [140, 250, 265, 266]  # 32 MB more than was needed at first, then 48, and 64 from then on
+        now[0] += 1
+    assert trimmed == wanted
 
 
 def test_what_cannot_be_moved_stays(tmp_path: Path) -> None:
