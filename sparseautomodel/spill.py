@@ -17,8 +17,8 @@ _SLACK = 3 << 26
 """Bytes of freed memory that the process may hold above the most that it has used, at first."""
 
 _SHARE = 0.02
-"""Of the time, which giving memory back may take: where it takes more, half of `_SLACK` more is allowed each time, up to
-twice as much. What grows back lies between what is used, and to get it back takes longer than to give it."""
+"""Of the time, which giving memory back may take: where it takes more, half of `_SLACK` more is allowed each time, up
+to twice as much. What grows back lies between what is used, and to get it back takes longer than to give it."""
 
 _SMALLEST = 1 << 16
 """Bytes below which a tensor is not worth a file of its own."""
