@@ -68,21 +68,23 @@ class Spill:
         for pages in list(self._mapped.values()):
             pages.madvise(mmap.MADV_DONTNEED)
 
-    def trim(self) -> None:
+    def trim(self, slack: int | None = None) -> None:
         """Give back to the system what the allocator keeps of tensors that are gone, if memory has grown.
+
+        `slack`: bytes that it may keep now; None: as many as have proved worth it.
 
         Up to what the process has used before, giving memory back lowers no peak, and each page costs a fault when it
         is used again.
         """
-        held = held_nbytes()
-        if held > self._needed + self._slack:
+        held, allowed = held_nbytes(), self._slack if slack is None else slack
+        if held > self._needed + allowed:
             self._needed = max(self._needed, self._apart + used_nbytes())
-        if held > self._needed + self._slack:
+        if held > self._needed + allowed:
             clock = time.perf_counter()
             give_back()
             now = time.perf_counter()
             self._spent += now - clock
-            if self._spent > _SHARE * (now - self._started):
+            if slack is None and self._spent > _SHARE * (now - self._started):
                 self._slack = min(self._slack + _SLACK // 2, 2 * _SLACK)
 
     def __len__(self) -> int:

@@ -34,8 +34,8 @@ from sparseautomodel.spill import Spill
 _TRIM = 1 << 25
 """Bytes of hidden states that have passed a block before freed memory goes back: each time costs page faults later."""
 
-_LARGE = 1 << 24
-"""Bytes of statistics from which freed memory goes back before and after a set is solved."""
+_LARGE, _LITTLE = 1 << 24, 1 << 26
+"""Bytes of statistics from which freed memory, but for a little, goes back before and after a set is solved."""
 
 END = ""
 """Where forwards wait that have left all blocks."""
@@ -373,11 +373,11 @@ class _Walk:
     def _solve(self, layers: LayerSet) -> None:
         large = sum(statistic.nbytes for statistic in layers.statistics) >= _LARGE
         if large and self._room.spill is not None:
-            self._room.spill.trim()
+            self._room.spill.trim(_LITTLE)
         self._callbacks.solve(layers)
         layers.solved, layers.statistics, layers.inputs = True, [], []
         if large and self._room.spill is not None:
-            self._room.spill.trim()
+            self._room.spill.trim(_LITTLE)
 
     def _find_sets(self, name: str, block: nn.Module, forward: Forward) -> list[LayerSet]:
         """Blocks that are built alike are probed once."""

@@ -80,6 +80,10 @@ def test_memory_goes_back_once_it_has_grown_beyond_what_was_used(
         spill.trim()
         now[0] += 1
     assert trimmed == wanted
+    held[0] = 220 << 20
+    spill.trim()
+    spill.trim(8 << 20)
+    assert trimmed == [*wanted, 220]
 
 
 def test_what_cannot_be_moved_stays(tmp_path: Path) -> None:
