@@ -36,6 +36,7 @@ class Spill:
         self._waiting: dict[int, int] = {}
         """Tensors in memory, and their bytes."""
         self._held = 0
+        give_back()
         self._apart = held_nbytes() - used_nbytes()
         """Memory of the process that is not the allocator's."""
         self._slack, self._spent, self._started = _SLACK, 0.0, time.perf_counter()
@@ -68,24 +69,30 @@ class Spill:
         for pages in list(self._mapped.values()):
             pages.madvise(mmap.MADV_DONTNEED)
 
-    def trim(self, slack: int | None = None) -> None:
+    def trim(self) -> None:
         """Give back to the system what the allocator keeps of tensors that are gone, if memory has grown.
-
-        `slack`: bytes that it may keep now; None: as many as have proved worth it.
 
         Up to what the process has used before, giving memory back lowers no peak, and each page costs a fault when it
         is used again.
         """
-        held, allowed = held_nbytes(), self._slack if slack is None else slack
-        if held > self._needed + allowed:
+        held = held_nbytes()
+        if held > self._needed + self._slack:
             self._needed = max(self._needed, self._apart + used_nbytes())
-        if held > self._needed + allowed:
+        if held > self._needed + self._slack:
             clock = time.perf_counter()
             give_back()
             now = time.perf_counter()
             self._spent += now - clock
-            if slack is None and self._spent > _SHARE * (now - self._started):
+            if self._spent > _SHARE * (now - self._started):
                 self._slack = min(self._slack + _SLACK // 2, 2 * _SLACK)
+
+    def trim_to(self, slack: int) -> None:
+        """Give back all but `slack` bytes of what is not used now: large matrices come, which lie apart.
+
+        For times when much is computed: it is not weighed against what giving back costs.
+        """
+        if held_nbytes() > self._apart + used_nbytes() + slack:
+            give_back()
 
     def __len__(self) -> int:
         """How many tensors wait in files."""

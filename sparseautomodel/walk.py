@@ -34,7 +34,7 @@ from sparseautomodel.spill import Spill
 _TRIM = 1 << 25
 """Bytes of hidden states that have passed a block before freed memory goes back: each time costs page faults later."""
 
-_LARGE, _LITTLE = 1 << 24, 1 << 26
+_LARGE, _LITTLE = 1 << 24, 1 << 24
 """Bytes of statistics from which freed memory, but for a little, goes back before and after a set is solved."""
 
 END = ""
@@ -373,11 +373,11 @@ class _Walk:
     def _solve(self, layers: LayerSet) -> None:
         large = sum(statistic.nbytes for statistic in layers.statistics) >= _LARGE
         if large and self._room.spill is not None:
-            self._room.spill.trim(_LITTLE)
+            self._room.spill.trim_to(_LITTLE)
         self._callbacks.solve(layers)
         layers.solved, layers.statistics, layers.inputs = True, [], []
         if large and self._room.spill is not None:
-            self._room.spill.trim(_LITTLE)
+            self._room.spill.trim_to(_LITTLE)
 
     def _find_sets(self, name: str, block: nn.Module, forward: Forward) -> list[LayerSet]:
         """Blocks that are built alike are probed once."""
