@@ -24,6 +24,9 @@ SOURCE = Path(__file__).with_name("pairs.c")
 _ROWS = 16
 """Of a panel."""
 
+_TOKENS = 1024
+"""Multiplied at once: what a call holds besides its output is for so many."""
+
 _NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"})
 
 
@@ -37,17 +40,13 @@ class Pairs:
     """int64 `[panels, groups]`: of each of these rows 4 bits, the two columns of the group."""
     shape: tuple[int, int]
 
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + self.places.nbytes
-
     def dense(self) -> Tensor:
         """The weight `[rows, columns]`, value for value; zeros may have lost their sign."""
         rows, columns = self.shape
         panels, groups = self.places.shape
-        shifts = torch.arange(0, 4 * _ROWS, 2).view(_ROWS, 2)
+        shifts = torch.arange(0, 4 * _ROWS, 2, device=self.places.device).view(_ROWS, 2)
         places = (self.places[..., None, None] >> shifts) & 3
-        four = torch.zeros(panels, groups, _ROWS, 4, dtype=torch.bfloat16)
+        four = self.numbers.new_zeros(panels, groups, _ROWS, 4, dtype=torch.bfloat16)
         four.scatter_(3, places, self.numbers.view(torch.bfloat16).view(panels, groups, _ROWS, 2))
         return four.transpose(1, 2).reshape(panels * _ROWS, groups * 4)[:rows, :columns].contiguous()
 
@@ -93,13 +92,13 @@ class _Last(threading.local):
     """The inputs of this thread's last product: those of the next layer may be the same, which are packed already."""
 
     inputs: weakref.ref[Tensor] | None = None
-    version: int | None = None
+    state: tuple[int, int] | None = None
 
-    def are(self, inputs: Tensor) -> bool:
-        """Whether they were these, unchanged; from now on they are."""
-        version = None if inputs.is_inference() else inputs._version
-        same = self.inputs is not None and self.inputs() is inputs and version is not None and self.version == version
-        self.inputs, self.version = weakref.ref(inputs), version
+    def are(self, inputs: Tensor, memory: int) -> bool:
+        """Whether they were these, unchanged, and were packed at this address; from now on they are."""
+        state = None if inputs.is_inference() else (inputs._version, memory)
+        same = self.inputs is not None and self.inputs() is inputs and state is not None and self.state == state
+        self.inputs, self.state = weakref.ref(inputs), state
         return same
 
 
@@ -131,10 +130,15 @@ def _multiply(
     bias = None if bias is None else bias.contiguous()
     output = torch.empty(len(flat), rows, dtype=torch.bfloat16, device="cpu")
     of = _Weight(numbers.data_ptr(), places.data_ptr(), None if bias is None else bias.data_ptr(), rows, columns)
-    threads = torch.get_num_threads()
-    memory = scratch("pairs", functions.pairs_bytes(of, len(flat), threads), dtype=torch.uint8)
-    inputs = flat.data_ptr(), flat.stride(0), _last.are(whole)
-    functions.multiply_pairs(of, *inputs, output.data_ptr(), rows, len(flat), memory.data_ptr(), threads)
+    threads, tokens = torch.get_num_threads(), min(len(flat), _TOKENS)
+    memory = scratch("pairs", functions.pairs_bytes(of, tokens, threads), dtype=torch.uint8)
+    is_packed = _last.are(whole, memory.data_ptr()) and tokens == len(flat)
+    for first in range(0, len(flat), _TOKENS):
+        some = min(_TOKENS, len(flat) - first)
+        inputs = flat.data_ptr() + 2 * first * flat.stride(0), flat.stride(0), is_packed
+        functions.multiply_pairs(
+            of, *inputs, output.data_ptr() + 2 * first * rows, rows, some, memory.data_ptr(), threads
+        )
     return output
 
 

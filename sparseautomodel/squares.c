@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) void add(int count, const uint16_t 
     }
 }
 
-// sums [columns] = those of x [tokens, columns]; `stride`: elements from one token to the next.
+// Add to sums [columns] those of x [tokens, columns]; `stride`: elements from one token to the next.
 // `memory`: `columns` floats for every PART tokens.
 void squares(const uint16_t *x, int64_t stride, int64_t tokens, int64_t columns, double *sums, float *memory,
              int64_t threads) {
@@ -38,7 +38,6 @@ void squares(const uint16_t *x, int64_t stride, int64_t tokens, int64_t columns,
         for (; token + 4 <= last; token += 4) add(4, x + token * stride, stride, columns, mine);
         for (; token < last; token++) add(1, x + token * stride, stride, columns, mine);
     }
-    memset(sums, 0, columns * sizeof *sums);
     for (int64_t part = 0; part < parts; part++)
         for (int64_t column = 0; column < columns; column++) sums[column] += memory[part * columns + column];
 }

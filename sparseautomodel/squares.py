@@ -17,6 +17,9 @@ SOURCE = Path(__file__).with_name("squares.c")
 _PART = 64
 """As in the C file."""
 
+_TOKENS = 4096
+"""At once, by the C file: memory is taken for so many."""
+
 _CACHED = 512
 """Tokens whose squares stay in a core's own cache until they are summed: twice as fast as from memory."""
 
@@ -28,16 +31,17 @@ def column_squares(inputs: Tensor) -> Tensor:
     """
     fits = inputs.dtype == torch.bfloat16 and inputs.is_cpu and inputs.stride(1) == 1 and not is_followed(inputs)
     functions = _functions() if fits else "not for these"
-    tokens, columns = inputs.shape
+    columns = inputs.shape[1]
     sums = torch.zeros(columns, dtype=torch.float64, device=inputs.device)
     if isinstance(functions, str):
         for chunk in inputs.split(_CACHED):
             exact = chunk.to(torch.float32, copy=True)
             sums += exact.mul_(exact).sum(0)
         return sums
-    memory, threads = scratch("squares", -(-tokens // _PART), columns, dtype=torch.float32), torch.get_num_threads()
-    places = sums.data_ptr(), memory.data_ptr()
-    functions.squares(inputs.data_ptr(), inputs.stride(0), tokens, columns, *places, threads)
+    for chunk in inputs.split(_TOKENS):
+        memory = scratch("squares", -(-len(chunk) // _PART), columns, dtype=torch.float32)
+        places, threads = (sums.data_ptr(), memory.data_ptr()), torch.get_num_threads()
+        functions.squares(chunk.data_ptr(), chunk.stride(0), len(chunk), columns, *places, threads)
     return sums
 
 

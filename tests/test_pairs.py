@@ -118,6 +118,36 @@ def test_same_inputs_are_packed_once_and_changed_ones_again() -> None:
         assert torch.equal(multiply(held, one, None), before * 2)
 
 
+def test_same_inputs_are_packed_again_where_memory_is_other() -> None:
+    """More threads need more of it."""
+    weight, inputs = made(two_in_four(50, 128)), torch.randn(300, 128).to(BF16)
+    wanted = multiply(inputs.clone(), weight, None)
+    assert torch.equal(multiply(inputs, weight, None), wanted)
+    for threads in (4, 16, 1):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(multiply(inputs, weight, None), wanted)
+        finally:
+            torch.set_num_threads(1)
+
+
+def test_many_tokens_take_no_more_memory_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(role: str, *shape: int, dtype: torch.dtype) -> Tensor:
+        sizes.append(shape[0])
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(pairs, "scratch", counted)
+    weight, inputs = made(two_in_four(20, 96)), torch.randn(2500, 2, 96).to(BF16)
+    output = multiply(inputs, weight, None)
+    assert torch.equal(output[700], multiply(inputs[700], weight, None))
+    assert torch.equal(output, multiply(inputs, weight, None))
+    torch.testing.assert_close(output, torch.nn.functional.linear(inputs, weight.dense()))
+    multiply(inputs[:512].clone(), weight, None)
+    assert sizes[0] == sizes[-1], "1024 tokens at most"
+
+
 def test_threads_have_memory_of_their_own() -> None:
     weight, given_inputs = made(two_in_four(64, 256)), [torch.randn(60, 256).to(BF16) for _ in range(4)]
     wanted = [multiply(inputs, weight, None) for inputs in given_inputs]

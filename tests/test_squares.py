@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("compiled_or_not")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 63, 64, 65, 700, 3000])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 63, 64, 65, 700, 9000])
 @pytest.mark.parametrize("columns", [1, 15, 16, 50])
 def test_close_to_exact(tokens: int, columns: int, dtype: torch.dtype) -> None:
     inputs = torch.randn(tokens, columns + 3).to(dtype)[:, 1 : columns + 1]
