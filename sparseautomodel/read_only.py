@@ -10,7 +10,7 @@ from torch import Tensor
 
 WRITTEN = (
     "the weight of a compressed layer is computed each time it is read: what is written to it would be lost. To change "
-    "or merge weights, load the model with execution='dense'"
+    "or merge weights, load the model with execution='dense'; do it before run_sparse"
 )
 
 

@@ -16,7 +16,9 @@ from torch.nn import functional
 from torch.sparse import to_sparse_semi_structured
 
 from sparseautomodel import pairs
+from sparseautomodel.compiler import is_followed
 from sparseautomodel.masks import satisfies
+from sparseautomodel.read_only import ReadOnly
 
 
 def run_sparse(model: nn.Module) -> dict[str, str]:
@@ -105,15 +107,16 @@ class PairsLinear(Sparse24Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dense weight, made anew each time."""
-        return self._dense()
+        """The dense weight, made anew each time: it cannot be written to."""
+        weight = self._dense()
+        return weight if is_followed(weight) else weight.as_subclass(ReadOnly)
 
     def _dense(self) -> Tensor:
         return self._pairs.dense()
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype != torch.bfloat16:
-            return functional.linear(input, self.weight, self.bias)
+            return functional.linear(input, self._dense(), self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             product: Tensor = _Product.apply(input, self.bias, self)
             return product
@@ -132,7 +135,7 @@ class _Product(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         of_input, of_bias, _ = context.needs_input_grad
         return (
-            gradient @ context.layer.weight if of_input else None,
+            gradient @ context.layer._dense() if of_input else None,
             gradient.flatten(0, -2).sum(0) if of_bias else None,
             None,
         )
