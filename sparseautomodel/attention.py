@@ -23,32 +23,6 @@ _MORE = 2
 """Columns that queries and keys get for what is taken from the scores: even, since the instructions take pairs."""
 
 
-def fits(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> bool:
-    """Whether `attend` is for these arguments of `scaled_dot_product_attention`, and faster than torch's own.
-
-    That is where queries, keys and values are bfloat16, on a processor with its own instructions for them, and no mask
-    is given. torch's kernel does not use these instructions there (without AMX): it takes six times as long as what is
-    compiled here, and more than twice as long as `block_attention`, which is for machines without a compiler.
-    """
-    if attn_mask is not None or dropout_p or query.ndim != 4 or query.requires_grad or not _is_faster():
-        return False
-    kinds = {(one.dtype, one.device.type) for one in (query, key, value)}
-    (batch, heads, tokens, width), shared = query.shape, key.shape[1]
-    alike = key.shape == (batch, shared, tokens, width) and value.shape[:3] == key.shape[:3]
-    grouped = heads == shared or (enable_gqa and heads % shared == 0)
-    short = 0 < heads * tokens * _FEWEST <= _SCORES
-    return kinds == {(torch.bfloat16, "cpu")} and alike and grouped and short
-
-
 def attend(
     query: Tensor,
     key: Tensor,
@@ -58,10 +32,24 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """`scaled_dot_product_attention` where `fits` is True of the arguments."""
+) -> Tensor | None:
+    """`scaled_dot_product_attention`, or None where torch's own is to be taken.
+
+    Queries, keys and values are bfloat16, on a processor with its own instructions for them, and no mask is given.
+    torch's kernel does not use these instructions there (without AMX): it takes six times as long as what is compiled
+    here, and more than twice as long as `block_attention`, which is for machines without a compiler.
+    """
+    if attn_mask is not None or dropout_p or query.ndim != 4 or query.requires_grad or not _is_faster():
+        return None
+    kinds = {(one.dtype, one.device.type) for one in (query, key, value)}
+    (batch, heads, tokens, width), shared = query.shape, key.shape[1]
+    alike = key.shape == (batch, shared, tokens, width) and value.shape[:3] == key.shape[:3]
+    grouped = heads == shared or (enable_gqa and heads % shared == 0)
+    short = 0 < heads * tokens * _FEWEST <= _SCORES
+    if kinds != {(torch.bfloat16, "cpu")} or not (alike and grouped and short):
+        return None
     way = compiled_attention if has_compiled(query, key, value) else block_attention
-    return way(query, key, value, query.shape[3] ** -0.5 if scale is None else scale, is_causal)
+    return way(query, key, value, width**-0.5 if scale is None else scale, is_causal)
 
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:

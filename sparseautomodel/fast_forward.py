@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparseautomodel import attention, pairs
+from sparseautomodel import pairs
+from sparseautomodel.attention import attend
 
 
 class FastForward(TorchFunctionMode):
@@ -33,24 +34,21 @@ class FastForward(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.linear and (weight := self._pairs(*args, **kwargs)) is not None:
-            return _linear(weight, *args, **kwargs)
-        if func is functional.scaled_dot_product_attention and attention.fits(*args, **kwargs):
-            return attention.attend(*args, **kwargs)
-        return func(*args, **kwargs)
+        kwargs, found = kwargs or {}, None
+        if func is functional.linear:
+            found = self._linear(*args, **kwargs)
+        elif func is functional.scaled_dot_product_attention:
+            found = attend(*args, **kwargs)
+        return func(*args, **kwargs) if found is None else found
 
-    def _pairs(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> pairs.Pairs | None:
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """`functional.linear`, or None where torch's own is to be taken."""
         alike = all(one.dtype == torch.bfloat16 and one.is_cpu for one in (input, weight))
-        plain = weight.ndim == 2 and not weight.is_inference() and not input.requires_grad
-        if not (alike and plain) or pairs.why_not() is not None:
+        recorded = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if not alike or recorded or weight.ndim != 2 or weight.is_inference() or pairs.why_not() is not None:
             return None
-        version, found = self._seen.get(weight, (None, None))
+        version, split = self._seen.get(weight, (None, None))
         if version != weight._version:
-            found = pairs.split(weight.detach())
-            self._seen[weight] = weight._version, found
-        return found
-
-
-def _linear(pairs_of_weight: pairs.Pairs, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return pairs.multiply(input, pairs_of_weight, bias)
+            split = pairs.split(weight.detach())
+            self._seen[weight] = weight._version, split
+        return None if split is None else pairs.multiply(input, split, bias)
