@@ -46,13 +46,14 @@ _LIBC = _library()
 
 @contextlib.contextmanager
 def freed_memory_stays() -> Iterator[None]:
-    """While it is entered, freed memory is kept for what comes next, until `give_back`.
+    """While it is entered, freed memory is kept for what comes next, until `give_back`; what is free before goes back.
 
     The thresholds cannot be read. So afterwards they are what they become by themselves once 32 MB were freed.
     """
     if _LIBC is None:
         yield
         return
+    give_back()
     _LIBC.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     _LIBC.mallopt(_TRIM_THRESHOLD, _NEVER)
     try:

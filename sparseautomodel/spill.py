@@ -36,7 +36,6 @@ class Spill:
         self._waiting: dict[int, int] = {}
         """Tensors in memory, and their bytes."""
         self._held = 0
-        give_back()
         self._apart = held_nbytes() - used_nbytes()
         """Memory of the process that is not the allocator's."""
         self._slack, self._spent, self._started = _SLACK, 0.0, time.perf_counter()

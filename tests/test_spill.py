@@ -75,7 +75,6 @@ def test_memory_goes_back_once_it_has_grown_beyond_what_was_used(
     monkeypatch.setattr("sparseautomodel.spill.held_nbytes", lambda: held[0])
     monkeypatch.setattr("sparseautomodel.spill.used_nbytes", lambda: used[0])
     spill = Spill(tmp_path, 0)  # 10 MB are not the allocator's
-    trimmed.clear()
     for megabytes, in_use in ((100, 90), (130, 90), (140, 90), (250, 190), (264, 50), (265, 50), (266, 50)):
         held[0], used[0] = megabytes << 20, in_use << 20
         spill.trim()
