@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparseautomodel import pairs
 from sparseautomodel.allocator import freed_memory_stays
 from sparseautomodel.architecture import Architecture
 from sparseautomodel.calibration import Batches
@@ -105,6 +106,7 @@ def calibrate(
     source = [(name, tensor.shape, str(tensor.dtype), tensor.file) for name, tensor in checkpoint.items()]
     stamps = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in checkpoint.files]
     inputs = {"data": batches.fingerprint, "seed": torch.initial_seed(), "device": str(device)}
+    inputs["compiler"] = pairs.why_not()  # products of compiled functions are not those of torch, bit for bit
     _open_scratch(scratch, resume, model=[source, stamps], recipe=plan.recipe.to_dict(), **inputs)
     plans = scan(plan.layers, checkpoint)
     by_path = {path_of(item.layer): item for item in plans}

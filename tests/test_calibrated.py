@@ -166,7 +166,7 @@ oneshot({str(tiny_llama)!r}, {recipe(*entries)!r}, data=rows, output={str(tmp_pa
     assert equal(tmp_path / "out", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("changed", ["data", "recipe", "model"])
+@pytest.mark.parametrize("changed", ["data", "recipe", "model", "compiler"])
 def test_a_run_with_other_inputs_is_not_resumed(
     changed: str, tiny_llama: Path, tied_llama: Path, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +180,8 @@ def test_a_run_with_other_inputs_is_not_resumed(
     source = tied_llama if changed == "model" else tiny_llama
     data = rows[:-1] if changed == "data" else rows
     other = recipe(ASYMMETRIC) if changed == "recipe" else recipe(GPTQ)
+    if changed == "compiler":
+        monkeypatch.setattr("sparseautomodel.pairs._functions", lambda: "there was one before")
     with pytest.raises(ValueError, match=f"with another .*{changed}.*resume=False"):
         oneshot(source, other, data=data, output=tmp_path / "out", resume=True)
     oneshot(source, other, data=data, output=tmp_path / "out")
